@@ -276,12 +276,6 @@ class LoadedConfig(msgspec.Struct, frozen=True):
     config: Config
     origins: dict[str, Origin]
 
-    def rows(self) -> list[tuple[str, str, Origin]]:
-        """(field, value as text, origin) for each field, in order; secrets are not shown."""
-        return [
-            (name, _shown(name, value), self.origins[name]) for name, value in _items(self.config)
-        ]
-
 
 def not_admitted(host: str) -> str:
     return (

@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 from kvxfer.config import Config
 from kvxfer.plan.transfer_plan import STREAMS, WireFigures
 from kvxfer.transfer.costs import REFERENCE_TOKENS, StagingBounds, WireCosts, Workload, plan_staging
-from kvxfer.transports.pipe import staging_bounds
-from kvxfer.transports.stream_trial import chunk_s
+from kvxfer.transports.pipe import chunk_s, staging_bounds
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "scripts" / "results"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -76,9 +77,10 @@ class EngineShape:
     ``padding_nbytes`` lies behind every plane of a kernel block.
     ``turned`` planes are held [head][channel][token] in every kernel block, in channels of
     ``channel_nbytes``; with ``inner`` each head then has all of K before all of V.
-    ``groups``: one number per layer, default all 0. ``windows``: by group, default none.
+    ``groups``: one number per layer, default all 0. ``windows``: by group, default none; they are
+    chunks if ``has_chunks``.
     ``shares``: (layer, layer whose memory it uses). ``state``: layers that keep one, the last
-    group.
+    group. ``cell_tokens``: how many tokens share a cell.
     """
 
     tp_size: int = 1
@@ -97,9 +99,11 @@ class EngineShape:
     channel_nbytes: int = 2
     groups: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
+    has_chunks: bool = False
     shares: tuple[tuple[int, int], ...] = ()
     interior: Interior = Interior.PLAIN
     state: StateShape | None = None
+    cell_tokens: int = 1
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -142,7 +146,7 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
     head_lo, head_hi = shape.heads_of(rank.tp)
     num_heads = head_hi - head_lo
     num_planes = len(shape.planes)
-    kernel_tokens = shape.block_tokens // shape.kernel_blocks
+    kernel_tokens = shape.block_tokens // shape.kernel_blocks // shape.cell_tokens
     num_kernel_blocks = shape.num_blocks * shape.kernel_blocks
     unit_nbytes = shape.inner_nbytes * (num_planes if shape.outermost == "inner" else 1)
     plane_nbytes = num_heads * kernel_tokens * unit_nbytes + shape.padding_nbytes
@@ -188,6 +192,8 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
             kernel_blocks=shape.kernel_blocks,
             interior=shape.interior,
             window=shape.window_of(layer),
+            cell_tokens=UNSET if shape.cell_tokens == 1 else shape.cell_tokens,
+            is_chunk=(shape.has_chunks and shape.window_of(layer) is not None) or UNSET,
         )
         for layer in layers
         for plane_index, plane in enumerate(shape.planes)

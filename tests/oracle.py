@@ -59,16 +59,25 @@ def oracle_offset(
 
 
 def oracle_address(region: Region, block_id: int, head: int, token: int) -> int:
-    """Byte offset in the region's memory of (block, global head, token of the block)."""
+    """Byte offset in the region's memory of (block, global head, token of the block); of the cell
+    that this token shares with others, if the region is compressed.
+    """
+    block_cells = region.block_tokens // cell_tokens(region)
     strides = _RegionStrides(
-        block_tokens=region.block_tokens,
-        kernel_tokens=region.block_tokens // region.kernel_blocks,
+        block_tokens=block_cells,
+        kernel_tokens=block_cells // region.kernel_blocks,
         stride_block=region.stride_block,
         stride_head=region.stride_head,
         stride_token=region.stride_token,
         stride_channel=region.stride_channel,
     )
-    return region.offset + oracle_offset(strides, [block_id], token, head - region.head_lo)
+    cell = token // cell_tokens(region)
+    return region.offset + oracle_offset(strides, [block_id], cell, head - region.head_lo)
+
+
+def cell_tokens(region: Region) -> int:
+    """How many tokens share a cell of a region."""
+    return region.cell_tokens if isinstance(region.cell_tokens, int) else 1
 
 
 def oracle_order(
@@ -168,6 +177,8 @@ def oracle_copy(
                 for r, i in ((source, given_ids), (sink, taken_ids))
             )
         for position in range(lo, hi):
+            if (position + 1) % cell_tokens(sink):
+                continue  # a cell is there with its last token
             for head in range(sink.head_lo, sink.head_hi):
                 if not source.head_lo <= head < source.head_hi:
                     continue

@@ -301,14 +301,22 @@ def test_a_config_made_by_hand_is_checked_too() -> None:
 def test_secrets_are_never_shown() -> None:
     environ = {"KVXFER_CURVE_SECRET_KEY": SECRET, "KVXFER_PARAMS_KEY": SECRET, "KVXFER_PORT": "1"}
     loaded = load_config({"curve_public_key": KEY}, {}, environ)
-    rows = {name: (value, origin) for name, value, origin in loaded.rows()}
-    assert list(rows) == list(DEFAULTS)
-    assert rows["curve_public_key"] == (repr(KEY), "argument")
-    assert rows["curve_secret_key"] == ("'(set)'", "environment")
-    assert rows["params_key"] == ("'(set)'", "environment")
-    assert rows["port"] == ("1", "environment")
-    assert rows["lease_s"] == ("30.0", "default")
-    texts = [repr(loaded), str(loaded.config), repr(loaded.config.__rich_repr__()), str(rows)]
+    assert list(loaded.origins) == list(DEFAULTS)
+    for name, value, origin in (
+        ("curve_public_key", repr(KEY), "argument"),
+        ("curve_secret_key", "'(set)'", "environment"),
+        ("params_key", "'(set)'", "environment"),
+        ("port", "1", "environment"),
+        ("lease_s", "30.0", "default"),
+    ):
+        assert loaded.origins[name] == origin
+        assert f"{name}={value}" in repr(loaded.config)
+    texts = [
+        repr(loaded),
+        str(loaded.config),
+        repr(loaded.config.__rich_repr__()),
+        str(loaded.origins),
+    ]
     for wrong in (
         {"curve_secret_key": SECRET[1:]},
         {"lease_s": "x"},

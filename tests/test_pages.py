@@ -341,6 +341,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.xdist_group("the ports of the pages")
 @pytest.mark.parametrize("page", PAGES_TO_RUN)
 def test_the_commands_of_a_page_run_as_printed(page: str, place: Place) -> None:
     if not place.enter:

@@ -211,11 +211,13 @@ def _relay(pipe: Connection, speed: Speed) -> None:
     _end_with_parent()
     try:
         made = [_namespace(address) for address in ADDRESSES]
-        # It sleeps most of the time, and is no link if it has to wait for those that it serves.
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except (OSError, subprocess.CalledProcessError) as exc:
         pipe.send(f"{exc}")
         return
+    # It sleeps most of the time, and is no link if it has to wait for those that it serves. Where
+    # no process may go first, ``latest_s`` says how late frames were.
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     (first_ns, first), (second_ns, second) = made
     pipe.send((first_ns, second_ns))
     ways = {first: Queue(speed, second), second: Queue(speed, first)}

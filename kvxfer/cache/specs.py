@@ -383,12 +383,14 @@ def attention_layer_spec(
     dtype: str,
     sliding_window: int | None,
     use_mla: bool = False,
+    attention_chunk_size: int | None = None,
 ) -> AttentionSpec:
     """What a layer with a cache of its own keeps on this rank: its window, or everything.
 
     ``sliding_window``: tokens that a token sees, itself among them; None for all. ``use_mla``:
-    latent attention, which keeps one vector for each token. Raises ValueError or TypeError, naming
-    the layer, for sizes or a dtype that have no spec, and for a window in latent attention.
+    latent attention, which keeps one vector for each token. ``attention_chunk_size``: a token sees
+    its own chunk of so many tokens instead. Raises ValueError or TypeError, naming the layer, for
+    sizes or a dtype that have no spec, and for a window in latent attention.
     """
     if use_mla and sliding_window is not None:
         raise ValueError(
@@ -396,6 +398,14 @@ def attention_layer_spec(
             "set it to None where the layer sees all tokens"
         )
     try:
+        if attention_chunk_size is not None:
+            return ChunkedLocalAttentionSpec(
+                block_size=block_size,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                dtype=dtype,
+                attention_chunk_size=attention_chunk_size,
+            )
         if sliding_window is not None:
             return SlidingWindowSpec(
                 block_size=block_size,

@@ -144,7 +144,7 @@ class EngineOptions:
         str | None,
         Option(
             help="Hugging Face folder, or a bare config.json (seeded random weights), or a "
-            "built-in model: hybrid (sliding windows), kv-sharing; a tiny one if not given.",
+            "built-in model (hybrid, kv-sharing, chunked, states); a tiny one if not given.",
             metavar="CONFIG_OR_DIR",
         ),
     ] = None

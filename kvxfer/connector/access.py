@@ -14,6 +14,7 @@ confirmed what the manifest says of it.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import struct
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from kvxfer.config import Config, not_admitted
+from kvxfer.connector.unused_kv import Line
 from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.manifest import (
@@ -33,6 +35,8 @@ from kvxfer.transfer.manifest import (
 from kvxfer.transfer.plan import Plan
 from kvxfer.transfer.wire import BIND_TOKENS
 from kvxfer.transports.guard import pinned_keys
+from kvxfer.transports.key_folder import short
+from kvxfer.transports.registry import PIPES
 
 NOBODY_KNOWN = frozenset({-1})
 """Where it cannot be looked up: names but ``localhost``, and where there is no ``/proc``."""
@@ -155,9 +159,7 @@ def check_partner(
 
 
 def check_verifiable(config: Config, plan: Plan, manifest: EngineManifest) -> None:
-    """Check that nothing that is verified is cast: digests are of bytes, which a cast changes.
-    Raises IncompatiblePeer.
-    """
+    """Raises IncompatiblePeer where KV that is cast were verified: digests are of bytes."""
     casts = [c for route in plan.routes for c in route.classes if c.source.values is not None]
     if config.verify != "off" and casts:
         source, sink = casts[0].source.values, casts[0].sink.values
@@ -183,9 +185,7 @@ class Listeners:
         self._tables: dict[int, Table] = {}
 
     def users(self, endpoint: str) -> frozenset[int]:
-        """The ids of the users that listen at exactly this ``tcp://host:port``; none if nobody
-        does.
-        """
+        """The ids of the users that listen at exactly this ``tcp://host:port``."""
         try:
             host, port = parse_endpoint(endpoint)
             address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
@@ -213,3 +213,36 @@ def _read_table(path: Path) -> Table:
             if state not in (_LISTEN, b"st"):  # the table's head has st there
                 break
     return table
+
+
+# ------------------------------------------------------------------ what strangers could read
+
+
+def protection(config: Config, endpoint: str, wires: Iterable[str]) -> Line:
+    """What a stranger on the network could read of an engine that listens at ``endpoint`` and gives
+    KV by these wires, in the one line that its start logs.
+    """
+    if config.curve_public_key is not None:
+        return Line(logging.INFO, _with_keys(config, [w for w in wires if w in PIPES]))
+    if ipaddress.ip_address(parse_endpoint(endpoint)[0].partition("%")[0]).is_loopback:
+        text = "no CURVE keys: control and data travel in clear, on this host's loopback only"
+        return Line(logging.DEBUG, text)
+    text = (
+        f"host: {config.host} can be reached from other hosts, and there are no CURVE keys: who is "
+        "on the network can read KV and change it; make keys with kvxfer keys make DIR, and set "
+        "curve_keys_dir on every engine"
+    )
+    return Line(logging.WARNING, text)
+
+
+def _with_keys(config: Config, streams: list[str]) -> str:
+    own = config.curve_public_key
+    others = sorted(short(key) for key in pinned_keys(config) - {own})
+    encrypted = ["control", *(f"{w}'s {'data' if w == 'zmq' else 'messages'}" for w in streams)]
+    where = "on the network (trust_network)" if config.trust_network else "on this host's loopback"
+    in_clear = [f"{w}'s payloads {where}" for w in streams if w != "zmq"]
+    in_clear.append("what this user's processes on this host exchange")
+    return (
+        f"CURVE encrypts {', '.join(encrypted)}; key of this engine: {short(own)}, accepted too: "
+        f"{', '.join(others) or 'none'}; in clear: {', '.join(in_clear)}"
+    )

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from kvxfer.bounded import Bounded
 from kvxfer.connector.records import FoundOffer, KVConnectorOutput, NearSources
 
 log = logging.getLogger("kvxfer.connector")
@@ -61,20 +62,16 @@ class _Tally:
     def __init__(self, direction: str) -> None:
         self.num_dropped = 0
         self._direction = direction
-        self._open: dict[str, _Open] = {}
+        self._open: Bounded[str, _Open] = Bounded(MOST_OPEN_IDS)
         self._completed: dict[str, _Open] = {}
 
     def at(self, request_id: str) -> _Open:
-        """The open request of that id."""
         one = self._open.get(request_id)
         if one is None:
             one = self._open[request_id] = _Open()
-            if len(self._open) > MOST_OPEN_IDS:
-                del self._open[next(iter(self._open))]
         return one
 
     def report(self, request_id: str, position: int, expected: int) -> None:
-        """Count one report of a rank; a repeated one is dropped."""
         one = None if request_id in self._completed else self.at(request_id)
         if one is None or position in one.reported:
             self._drop(request_id, position)
@@ -85,7 +82,6 @@ class _Tally:
             self._completed[request_id] = self._open.pop(request_id)
 
     def take_completed(self) -> dict[str, _Open]:
-        """The requests that were completed since the last call."""
         completed, self._completed = self._completed, {}
         return completed
 
@@ -241,36 +237,18 @@ def _failures(output: object) -> Mapping[str, str]:
     return failed if isinstance(failed, Mapping) else dict.fromkeys(failed, "")
 
 
-class Stats(Protocol):
-    """Statistics or metadata of a rank; an engine's own kind may add in place."""
-
-    def aggregate(self, other: Self) -> Self:
-        """Return the sum of both; may add in place."""
-
-
-class Events(Protocol):
-    """Cache events of a rank, counted by how many ranks saw them."""
-
-    def get_all_events(self) -> list[object]:
-        """Every event that was added so far."""
-
-    def add_events(self, events: list[object]) -> None:
-        """Add another rank's events."""
-
-    def increment_workers(self, count: int) -> None:
-        """Note that the events of ``count`` more ranks were added."""
-
-
-def _added(name: str, total: Stats | None, output: object) -> Stats | None:
-    new: Stats | None = getattr(output, name, None)
+def _added(name: str, total: Any, output: object) -> Any:  # noqa: ANN401 - of any engine
+    """By their own ``aggregate``, which may add in place."""
+    new = getattr(output, name, None)
     if new is None or total is None:
-        # A copy, because aggregate may add in place: never into a rank's own record.
+        # A copy: never into a rank's own record.
         return copy.deepcopy(new) if total is None else total
     _check_same_type(name, total, new)
     return total.aggregate(new)
 
 
-def _joined(total: Events | None, new: Events | None) -> Events | None:
+def _joined(total: Any, new: Any) -> Any:  # noqa: ANN401 - of any engine
+    """Cache events, counted by how many ranks saw them."""
     if new is None or total is None:
         return copy.deepcopy(new) if total is None else total
     _check_same_type("kv_cache_events", total, new)

@@ -69,9 +69,7 @@ _decoder = msgspec.msgpack.Decoder(Posted)
 
 
 def _slots(first: int) -> Iterator[int]:
-    """The slots in which an entry may be whose nonce begins with this word; each as the position of
-    its first word.
-    """
+    """Where an entry may be whose nonce begins with this word: positions of first words."""
     for i in range(PROBES):
         yield (first + i) % NUM_SLOTS * _WORDS
 
@@ -102,7 +100,6 @@ class Board:
 
     @property
     def handle(self) -> MemfdHandle:
-        """How a sink on this host maps the board; stands in the manifest."""
         handle = self._pool.info.handle
         assert isinstance(handle, MemfdHandle)
         return handle
@@ -131,12 +128,10 @@ class Board:
             self._words[slot] = _OVER
 
     def end_all(self) -> None:
-        """End every offer that is shown."""
         for nonce in list(self._posted):
             self.end(nonce)
 
     def close(self) -> None:
-        """End every offer, and let nobody map the board any more."""
         self.end_all()
         self._words.release()
         self._bytes.release()
@@ -166,7 +161,6 @@ class Ends:
 
     @property
     def has_board(self) -> bool:
-        """Whether open offers are shown."""
         return self._board is not None
 
     def end(self, nonce: bytes, reason: Reason) -> None:
@@ -176,37 +170,30 @@ class Ends:
             self._take_down(nonce)
 
     def end_all(self, reason: Reason) -> None:
-        """End every offer, later ones too."""
         with self._lock:
             self._all = self._all or reason
             if self._board is not None:
                 self._board.end_all()
 
     def reason(self, nonce: bytes) -> Reason | None:
-        """Why the engine ended this offer; None if it has not."""
         return self._reasons.get(nonce, self._all)
 
     # -------------------------------------------------- on the IO thread
 
     def show(self, nonce: bytes, posted: Posted) -> bool | None:
-        """Show an open offer. False: the board has no room for it. None: there is no board, or the
-        engine has ended the offer meanwhile.
-        """
+        """False: the board is full. None: there is none, or the engine has ended the offer."""
         with self._lock:
             if self._board is None or self.reason(nonce) is not None:
                 return None
             return self._board.post(nonce, posted)
 
     def hide(self, nonce: bytes) -> None:
-        """Take an offer off the board that the source itself has ended, before any block of it is
-        freed.
-        """
+        """The source itself has ended an offer, before any block of it is freed."""
         if self._board is not None:
             with self._lock:
                 self._take_down(nonce)
 
     def forget(self, nonce: bytes) -> None:
-        """Drop the record of an end that the source has handled."""
         self._reasons.pop(nonce, None)
 
     def _take_down(self, nonce: bytes) -> None:
@@ -230,9 +217,7 @@ class BoardView:
 
     @classmethod
     def open(cls, handle: MemfdHandle | None) -> BoardView | None:
-        """Map the board of a source rank; None if it has no board or the board cannot be mapped
-        here.
-        """
+        """None for a source rank without a board, or one that cannot be mapped here."""
         if handle is None:
             return None
         try:
@@ -242,7 +227,6 @@ class BoardView:
             return None
 
     def find(self, nonce: bytes) -> Posted | None:
-        """The offer, if it is open."""
         slot = self._find(nonce)
         if slot is None:
             return None
@@ -260,13 +244,10 @@ class BoardView:
             return None
 
     def is_open(self, nonce: bytes) -> bool:
-        """The offer is open: all bytes that were read of it before this call are whole and
-        unchanged.
-        """
+        """If so, all bytes that were read of the offer before this call are whole."""
         return self._find(nonce) is not None
 
     def close(self) -> None:
-        """Unmap the board. Idempotent."""
         self._words.release()
         self._bytes.release()
         self._pool.close()

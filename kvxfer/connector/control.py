@@ -59,8 +59,8 @@ def _bounds(config: Config, num_queued: int) -> Bounds:
     return Bounds(HARD_LIMIT_NBYTES, unread_nbytes, num_queued, LINGER_MS)
 
 
-def _check_size(frames: Sequence[zmq.Frame], config: Config) -> None:
-    nbytes, limit_nbytes = sum(len(frame) for frame in frames), config.control_max_nbytes
+def _check_size(nbytes: int, config: Config) -> None:
+    limit_nbytes = config.control_max_nbytes
     if nbytes > limit_nbytes:
         raise ProtocolError(
             f"control frame: expected at most {limit_nbytes} bytes, got {nbytes}; "
@@ -121,9 +121,7 @@ class ControlServer:
         io.watch(self.router.socket, self._read)
 
     def send(self, identity: bytes, answer: ToSink | zmq.Frame) -> None:
-        """Send an answer, which may be encoded already. It is dropped if the peer is gone or does
-        not read.
-        """
+        """``answer`` may be encoded already. Dropped if the peer is gone or does not read."""
         frame = answer if isinstance(answer, zmq.Frame) else encode(answer)
         if not self.router.send(identity, frame):
             self._ledger.count("control.dropped")
@@ -134,9 +132,7 @@ class ControlServer:
         return "" if user_of(address) is not None else address
 
     def check_own(self) -> None:
-        """Raises ProtocolError unless the message that is being handled is this engine's
-        operator's.
-        """
+        """Raises ProtocolError unless this engine's operator sent what is being handled."""
         stated = (str(self._handled.get(name)) for name in ("Peer-Address", "User-Id"))
         if not is_own(self._config, *stated):
             self._ledger.count("control.not_own")
@@ -146,17 +142,16 @@ class ControlServer:
             )
 
     def close(self) -> None:
-        """Stop listening and close every connection."""
         self._io.unwatch(self.router.monitor)
         self._io.unwatch(self.router.socket)
         self.router.close()
 
     def _meet(self) -> None:
-        self.router.meet()
+        self.router.visitors.meet()
         self._tell_gone()
 
     def _tell_gone(self) -> None:
-        for identity in self.router.take_gone():
+        for identity in self.router.visitors.take_gone():
             self._gone(identity)
 
     def _read(self) -> None:
@@ -165,13 +160,13 @@ class ControlServer:
             if self.router.socket.closed:
                 return
             identity, *parts = frames
-            nbytes = sum(len(part) for part in parts)
-            if nbytes > LAST_WORDS_NBYTES and self.router.has_gone(identity.bytes):
+            nbytes = sum(map(len, parts))
+            if nbytes > LAST_WORDS_NBYTES and self.router.visitors.has_gone(identity.bytes):
                 self._ledger.count("control.left")
                 continue
             problem = "control.oversized"
             try:
-                _check_size(parts, self._config)
+                _check_size(nbytes, self._config)
                 problem = "control.malformed"
                 message = decode_to_source(_only(parts).buffer)
                 problem = "control.out_of_state"
@@ -181,7 +176,7 @@ class ControlServer:
                 self._ledger.count(problem)
                 self.send(identity.bytes, Malformed(str(e)[:MAX_DETAIL]))
                 if nbytes > LONG_NBYTES:
-                    self.router.warn(parts[-1], "it sent long messages that are none")
+                    self.router.visitors.warn(parts[-1], "it sent long messages that are none")
         self._tell_gone()  # the connection that sent these messages has ended
 
 
@@ -245,7 +240,6 @@ class ControlClient:
             self._ledger.count("control.dropped")
 
     def close(self) -> None:
-        """End the connection; messages that were sent may still leave. Idempotent."""
         if not self._closed:
             self._closed = True
             self._inspecting.cancel()
@@ -260,7 +254,7 @@ class ControlClient:
                 self._on_gone(MANY_PARTS)
                 return
             try:
-                _check_size(frames, self._config)
+                _check_size(sum(map(len, frames)), self._config)
                 message = decode_to_sink(_only(frames).buffer)
             except ProtocolError as e:
                 self._ledger.count("control.malformed")
@@ -271,7 +265,6 @@ class ControlClient:
                 return
 
     def _inspect(self) -> None:
-        """Drop a source that sends more than this rank reads."""
         self._inspecting = self._io.after(LOOK_S, self._inspect)
         try:
             self.dealer.inspect()
@@ -279,7 +272,6 @@ class ControlClient:
             self._on_gone(str(e))
 
     def _look(self) -> None:
-        """Handle the events of the monitor."""
         why = self.dealer.why_ended()
         if why is not None:
             self._read()  # messages that it sent before it went still count

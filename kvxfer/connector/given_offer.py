@@ -9,12 +9,14 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 
-from kvxfer.connector.io_thread import Timer
+from kvxfer.connector.io_thread import IoThread, Timer
 from kvxfer.connector.records import GroupBlockIds
 from kvxfer.connector.verifier import Digests
 from kvxfer.errors import ProtocolError
@@ -33,7 +35,16 @@ from kvxfer.transfer.session import (
 )
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.windows import Keeping
-from kvxfer.transfer.wire import Consumer, Find, Pull, Reason, Verify
+from kvxfer.transfer.wire import (
+    Cancel,
+    Consumer,
+    Find,
+    Pull,
+    Reason,
+    Verify,
+    decode_to_source,
+    encode,
+)
 from kvxfer.transports.base import SendingSource, SourceTransport
 
 
@@ -83,7 +94,6 @@ class GivenOffer:
 
     @property
     def state(self) -> OfferState:
-        """The session's state: PENDING, OPEN, DONE or BROKEN."""
         return self.session.snapshot.state
 
     @property
@@ -98,9 +108,7 @@ class GivenOffer:
         return self.session.snapshot.reason is Reason.PREEMPTED
 
     def refuses(self, pull: Pull) -> bool:
-        """Whether the session will refuse this Pull, or repeat its last answer, whatever the Pull
-        asks for. Then the checks of the Pull would be wasted work.
-        """
+        """Whether the session refuses this Pull, whatever it asks for: no check is worth it."""
         offer = self.session.snapshot
         return (
             offer.state not in (OfferState.PENDING, OfferState.OPEN)
@@ -114,13 +122,11 @@ class GivenOffer:
             self.heard_s[incarnation] = now_s
 
     def extend(self, now_s: float, lease_s: float, max_hold_s: float) -> None:
-        """Extend the lease. Before the offer opens there is no lease to extend."""
         if self.opened_s:
             until_s = min(now_s + lease_s, self.opened_s + max_hold_s)
             self.lease_until_s = max(self.lease_until_s, until_s)
 
     def due(self, now_s: float, lease_s: float) -> list[ClaimantLost | Break]:
-        """The events that the clocks cause now."""
         if self.lease_until_s <= now_s:
             return [Break(Reason.EXPIRED)]
         return [
@@ -147,7 +153,6 @@ class PullRefused(Exception):
 
 
 def wire_of(pull: Pull, transports: Mapping[str, SourceTransport]) -> Wire:
-    """How the consumer reads, by a wire that this rank serves."""
     is_sent = not pull.is_null and isinstance(transports[pull.transport], SendingSource)
     return Wire.STREAM if is_sent else Wire.DIRECT
 
@@ -166,7 +171,7 @@ def read_pull(
     if wire_of(pull, transports) is Wire.DIRECT:
         return Wire.DIRECT
     _check_states(pull.classes, num_tokens)
-    beyond = [w.token_hi for w in pull.classes if w.token_hi > num_tokens and not w.is_state]
+    beyond = [w.span[1] for w in pull.classes if w.span[1] > num_tokens and not w.is_state]
     if beyond and not _is_padding(resolver.manifest, pull, num_tokens):
         raise PullRefused(
             Reason.PLAN, f"tokens: expected at most the offered {num_tokens}, got {max(beyond)}"
@@ -194,7 +199,7 @@ def _check_states(classes: Sequence[PullClass], num_tokens: int) -> None:
 def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_tokens: int) -> None:
     """Raises PullRefused for what cannot be verified of an offer."""
     _check_states(classes, num_tokens)
-    most = max((wanted.token_hi for wanted in classes if not wanted.is_state), default=0)
+    most = max((wanted.span[1] for wanted in classes if not wanted.is_state), default=0)
     if most > num_tokens:
         raise PullRefused(
             Reason.PLAN, f"verify: expected at most the offered {num_tokens} tokens, got {most}"
@@ -208,12 +213,12 @@ def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_to
 def _check_held(sides: Sequence[Side], classes: Sequence[PullClass], num_tokens: int) -> None:
     """Raises PullRefused for tokens that this source no longer keeps at the end of the offer."""
     for side, wanted in zip(sides, classes, strict=True):
-        held_start = side.keeping.held_start(num_tokens)
-        if wanted.token_lo < min(held_start, wanted.token_hi):
+        held_start, (token_lo, token_hi) = side.keeping.held_start(num_tokens), wanted.span
+        if token_lo < min(held_start, token_hi):
             raise PullRefused(
                 Reason.PLAN,
                 f"{wanted.regions[0].layer}: tokens: expected from {held_start} on, got "
-                f"{wanted.token_lo}; of {num_tokens} offered tokens this source keeps "
+                f"{token_lo}; of {num_tokens} offered tokens this source keeps "
                 f"{side.keeping}",
             )
 
@@ -232,11 +237,11 @@ def _is_padding(manifest: RankManifest, pull: Pull, num_tokens: int) -> bool:
         if region.interior != "plain"
     }
     for wanted in pull.classes:
-        if wanted.token_hi <= num_tokens or wanted.is_state:
+        if wanted.span[1] <= num_tokens or wanted.is_state:
             continue
         for name in wanted.regions:
             sizes = {blocks.get((name.layer, plane), 1) for plane in name.planes}
-            if any(wanted.token_hi > -(-num_tokens // size) * size for size in sizes):
+            if any(wanted.span[1] > -(-num_tokens // size) * size for size in sizes):
                 return False
     return True
 
@@ -296,3 +301,85 @@ def own_ids(
             )
         own[group] = block_ids[group][:num_blocks]
     return tuple(own)
+
+
+# ------------------------------------------------------------------ what comes before its offer
+
+
+MAX_PARKED, MAX_NBYTES = 4096, 64 << 20
+"""Of all connections. A Find has 100 bytes, a Pull of a stream of 80 layers 5 KB."""
+MAX_OF_PEER, MAX_PEER_NBYTES = 512, 8 << 20
+"""Of one connection: as many requests wait at a large decode engine."""
+
+Early = Find | Pull | Cancel
+Item = tuple[bytes, bytes]
+"""A connection and what it has said: encoded, which is smaller, and of a known size."""
+
+
+class Parked:
+    """Messages by what they wait for: a Find for a request of that name to be scheduled here, a
+    Pull until this rank, too, has heard of the nonce. ``late``: gets each one that has waited for
+    ``wait_s`` in vain. Anybody who is admitted can ask for what never comes, so what waits is
+    bounded for each connection and for all, in number, bytes and time.
+    """
+
+    def __init__(self, io: IoThread, wait_s: float, late: Callable[[bytes, Early], None]) -> None:
+        self._io, self._wait_s, self._late = io, wait_s, late
+        self._waiting: dict[bytes, dict[Item, Timer]] = {}
+        self._num_of: Counter[bytes] = Counter()
+        self._nbytes_of: Counter[bytes] = Counter()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._waiting
+
+    def park(self, key: bytes, identity: bytes, message: Early) -> bool:
+        """False if there is no room for it. One that is repeated waits no longer."""
+        frame = encode(message)
+        if (identity, frame) in self._waiting.get(key, ()):
+            return True
+        if not self._has_room(identity, len(frame)):
+            return False
+        timer = self._io.after(self._wait_s, self._expire, key, (identity, frame))
+        self._waiting.setdefault(key, {})[identity, frame] = timer
+        self._num_of[identity] += 1
+        self._nbytes_of[identity] += len(frame)
+        return True
+
+    def take(self, key: bytes) -> list[tuple[bytes, Early]]:
+        """What waited for this, in the order in which it came, with its connection."""
+        items = list(self._waiting.get(key, ()))
+        for item in items:
+            self._drop(key, item)
+        return [(identity, _decoded(frame)) for identity, frame in items]
+
+    def gone(self, identity: bytes) -> None:
+        if self._num_of[identity]:
+            for key in list(self._waiting):
+                for item in [each for each in self._waiting[key] if each[0] == identity]:
+                    self._drop(key, item)
+
+    def _has_room(self, identity: bytes, nbytes: int) -> bool:
+        return (
+            self._num_of[identity] < MAX_OF_PEER
+            and self._nbytes_of[identity] + nbytes <= MAX_PEER_NBYTES
+            and self._num_of.total() < MAX_PARKED
+            and self._nbytes_of.total() + nbytes <= MAX_NBYTES
+        )
+
+    def _expire(self, key: bytes, item: Item) -> None:
+        self._drop(key, item)
+        self._late(item[0], _decoded(item[1]))
+
+    def _drop(self, key: bytes, item: Item) -> None:
+        items, (identity, frame) = self._waiting[key], item
+        items.pop(item).cancel()
+        if not items:
+            del self._waiting[key]
+        self._num_of[identity] -= 1
+        self._nbytes_of[identity] -= len(frame)
+        if not self._num_of[identity]:
+            del self._num_of[identity], self._nbytes_of[identity]
+
+
+def _decoded(frame: bytes) -> Early:
+    return cast("Early", decode_to_source(frame))

@@ -23,7 +23,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -60,9 +60,7 @@ class Pollable(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can have happened on the transport unless one of its pollables is
-        readable.
-        """
+        """Nothing can have happened unless one of its pollables is readable."""
 
 
 _Member = TypeVar("_Member", bound=Pollable)
@@ -77,7 +75,6 @@ class Timer:
         self.call: _Later | None = call
 
     def cancel(self) -> None:
-        """Keep the timer from firing, if it has not fired yet."""
         self.call = None
 
 
@@ -145,7 +142,6 @@ class IoThread:
         return not self._stopping
 
     def wake(self) -> None:
-        """Make the loop go round once."""
         self._is_wanted = True  # first: the thread reads this after it has announced that it sleeps
         if self._awake:
             return
@@ -164,9 +160,7 @@ class IoThread:
         return True
 
     def give_back(self) -> None:
-        """Return the turn. The thread goes on with the calls that were deferred or posted
-        meanwhile.
-        """
+        """The thread goes on with the calls that were deferred or posted meanwhile."""
         self._leave()
         self.is_lent = self._awake = False
         self._turn.release()
@@ -187,13 +181,9 @@ class IoThread:
         self._wake_up.close()
         return True
 
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
-
     # -------------------------------------------------- on the thread or in its place (or before)
 
     def after(self, delay_s: float, call: Callable[[*Args], object], *args: *Args) -> Timer:
-        """Run ``call(*args)`` once, ``delay_s`` seconds from now."""
         timer = Timer((call, args))
         heapq.heappush(self._timers, (self.now() + delay_s, next(self._order), timer))
         return timer
@@ -250,7 +240,6 @@ class IoThread:
         return num_posted
 
     def guard(self, call: Callable[[*Args], object], *args: *Args) -> None:
-        """Run a handler. Its exception goes to ``on_error`` and does not end the loop."""
         try:
             call(*args)
         except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
@@ -284,19 +273,18 @@ class IoThread:
         finally:
             self._turn.acquire()
         self._awake, self._is_wanted = True, False  # before the inbox is read
+        readable = dict(ready)  # in the order of watching
         self._enter()
         try:
-            num_posted = self._handle(ready)
+            num_posted = self._handle(readable)
         finally:
             self._leave()
-        if any(socket == self._wake_up.fd for socket, _ in ready):
+        if self._wake_up.fd in readable:
             self._wake_up.clear()
         return bool(ready or num_posted)
 
     def _enter(self) -> None:
-        """Enter ``within``. If that fails, :meth:`_leave` does not exit it, and the handlers that
-        need it raise.
-        """
+        """If it fails, :meth:`_leave` does not exit, and the handlers that need it raise."""
         try:
             if self._within is not None:
                 self._within.__enter__()
@@ -309,18 +297,17 @@ class IoThread:
         if entered is not None:
             entered.__exit__(None, None, None)
 
-    def _handle(self, ready: Sequence[tuple[Any, int]]) -> int:
+    def _handle(self, readable: Mapping[Any, int]) -> int:
         """Handle what one poll has found. Returns how many posted calls were run."""
         num_posted = self.run_posted()
-        for socket, _ in ready:
+        for socket in readable:
             handler = self._handlers.get(socket)  # None if another handler has unwatched it
             if handler is not None:
                 self.guard(handler)
-        readable = {socket for socket, _ in ready}
         for group in self._groups:
             # With auto most wires of a rank are idle, and each costs a round 10 us, 40 on a cold
             # processor
-            if not (group.member.is_idle and readable.isdisjoint(group.polled)):
+            if not (group.member.is_idle and readable.keys().isdisjoint(group.polled)):
                 self.guard(group.handler, group.member)
         self.run_deferred()
         return num_posted
@@ -337,9 +324,7 @@ class IoThread:
             group.polled = wanted
 
     def _wait_ms(self) -> int:
-        """Milliseconds until the first timer; -1 without one. Rounded up: a timer never fires
-        early.
-        """
+        """Until the first timer; -1 without one. Rounded up: a timer never fires early."""
         while self._timers and self._timers[0][2].call is None:
             heapq.heappop(self._timers)
         if not self._timers:

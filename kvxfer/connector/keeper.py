@@ -1,4 +1,4 @@
-"""Keeps the leases of the offers that this engine still wants. Runs on the IO thread.
+"""Finds the offers that this engine wants, and keeps their leases. Runs on the IO thread.
 
 Rank 0 keeps every held offer at all source ranks, from before its admission until its load ends.
 Every rank keeps the offers that it is loading at the source ranks it reads, so that a slow rank
@@ -8,17 +8,29 @@ claim.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from kvxfer.config import Config
-from kvxfer.connector.io_thread import IoThread
-from kvxfer.connector.peer import Peer
+from msgspec.structs import replace
+
+from kvxfer.connector.io_thread import Timer
+from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import BACK_OFF_S, Peers
-from kvxfer.connector.records import SourceRef
+from kvxfer.connector.records import FindOffer, FoundOffer, SourceRef
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.wire import MAX_KEPT, Keep, Reason
+from kvxfer.transfer.wire import (
+    GROWING,
+    MAX_KEPT,
+    PROTOCOL_MAX,
+    Find,
+    Found,
+    Keep,
+    OfferRef,
+    Reason,
+)
 
 OFFER_NBYTES = 270
 """The most that one offer takes in a Keep: three ids and a digest of up to 64 bytes."""
@@ -46,11 +58,9 @@ class _Owed:
 class Keeper:
     """The offers that are kept, by request id."""
 
-    def __init__(self, io: IoThread, config: Config, incarnation: bytes, peers: Peers) -> None:
-        self._io = io
-        self._config = config
-        self._incarnation = incarnation
-        self._peers = peers
+    def __init__(self, around: Surroundings, peers: Peers) -> None:
+        self._io, self._config, self._peers = around.io, around.config, peers
+        self._incarnation = around.identity.incarnation
         self._kept: dict[str, _Kept] = {}
         self._owed: list[_Owed] = []
         self._is_ticking = False
@@ -66,12 +76,10 @@ class Keeper:
             self._io.defer(self._tell_ranks, peer, source)
 
     def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
-        """Keep an offer at these source ranks, unless it is held at all of them already."""
         self._kept.setdefault(request_id, _Kept(source, ranks))
         self._start()
 
     def release(self, request_id: str) -> None:
-        """Stop keeping the offer of this request; unknown requests are ignored."""
         self._kept.pop(request_id, None)
 
     def cancel(self, source: SourceRef, reason: Reason) -> None:
@@ -97,7 +105,6 @@ class Keeper:
         self._peers.want(owed.source, needs_wire=False, ready=ready, failed=failed)
 
     def _settle(self) -> None:
-        """Retry every Cancel that is owed: those to one engine wait for the same contact."""
         waiting, self._owed = self._owed, []
         for owed in waiting:
             self._io.guard(self._cancel, owed)
@@ -108,7 +115,6 @@ class Keeper:
             self._io.after(self._config.keep_s, self._keep)
 
     def _keep(self) -> None:
-        """Send each source rank one Keep with all offers that are kept there."""
         self._is_ticking = False
         if not self._kept:
             return
@@ -146,3 +152,113 @@ class Keeper:
 
 def _leave_to_lease(failure: Failure) -> None:
     """The engine cannot be reached: its own lease ends the offer."""
+
+
+# ------------------------------------------------------------------ offers that are known by name
+
+
+ASK_S = 1.0
+"""An answer that is this late is asked for again."""
+BEYOND_S = 2.0
+"""How long after the source's own time-out its answer may come."""
+MAX_WANTED = 1 << 14
+"""Requests that are looked for, and those whose offers are not complete yet."""
+FRONT_DOOR = RankId(0, 0)
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """A request by its name. ``until_s``: when it is given up; once found, nobody asks any more."""
+
+    source: SourceRef
+    until_s: float
+    is_found: bool = False
+    timer: Timer | None = None
+
+
+class Finder:
+    """The offers of requests that a router has sent to both engines at once, by the router's id and
+    the life of their source engine. For the front door.
+
+    The name is known before the offer has a nonce. So this side asks the source's front door, which
+    answers when the request is scheduled there, and again when its prompt is complete. A question
+    is asked again until it is answered: the connection may have been replaced.
+    """
+
+    def __init__(self, around: Surroundings, peers: Peers) -> None:
+        self._io, self._config, self._peers = around.io, around.config, peers
+        self._incarnation, self._ledger = around.identity.incarnation, around.ledger
+        self._wanted: OrderedDict[OfferRef, _Wanted] = OrderedDict()
+
+    def find(self, order: FindOffer) -> None:
+        source = order.source
+        self._drop(source.offer)
+        until_s = self._io.now() + self._config.early_wait_s + BEYOND_S
+        self._wanted[source.offer] = _Wanted(source, until_s)
+        while len(self._wanted) > MAX_WANTED:
+            self._drop(next(iter(self._wanted)))
+        self._ask(source.offer)
+
+    def on_message(self, peer: Peer, found: Found) -> None:
+        life = peer.manifest.incarnation if peer.manifest is not None else b""
+        name = OfferRef(found.request, life)
+        wanted = self._wanted.get(name)
+        if wanted is None or found.incarnation != self._incarnation:
+            self._ledger.count("control.late")
+        elif found.offer is None:
+            self._lost(name, Failure(found.reason or Reason.UNKNOWN, found.detail))
+        elif found.offer.incarnation != name.incarnation:
+            self._lost(name, Failure(Reason.INCARNATION, "it was found in another life"))
+        else:
+            wanted.is_found = True
+            wanted.until_s = self._io.now() + self._config.max_hold_s
+            source = replace(wanted.source, offer=found.offer, num_tokens=found.num_tokens)
+            self._ledger.found(found.request.hex(), FoundOffer(source, found.is_complete))
+            if found.is_complete:
+                self._drop(name)
+
+    def _ask(self, name: OfferRef) -> None:
+        wanted = self._wanted.get(name)
+        if wanted is None:
+            return
+        if self._io.now() >= wanted.until_s:
+            self._lost(name, Failure(Reason.UNKNOWN, "its source engine has not answered"))
+            return
+        again_s = self._config.keep_s if wanted.is_found else ASK_S
+        wanted.timer = self._io.after(again_s, self._ask, name)
+        peer = self._peers.known(wanted.source)
+        if peer is not None:
+            self._say(name, peer)
+        elif not wanted.is_found:
+            self._peers.want(
+                wanted.source,
+                needs_wire=False,
+                ready=partial(self._say, name),
+                failed=partial(self._lost, name),
+            )
+
+    def _say(self, name: OfferRef, peer: Peer) -> None:
+        wanted = self._wanted.get(name)
+        if wanted is None:
+            return
+        if min(PROTOCOL_MAX, peer.protocol) < GROWING:
+            detail = f"expected protocol {GROWING} of its source, got {peer.protocol}"
+            self._lost(name, Failure(Reason.INCOMPATIBLE, f"{detail}; install this version there"))
+            return
+        find = Find(name.nonce, self._incarnation, wanted.source.digest)
+        peer.send(FRONT_DOOR, find)
+
+    def _lost(self, name: OfferRef, failure: Failure) -> None:
+        """It was not found. One that was is told nothing: its load has its own answer."""
+        wanted = self._wanted.get(name)
+        if wanted is None:
+            return
+        self._drop(name)
+        if not wanted.is_found:
+            told = FoundOffer(None, reason=failure.reason, detail=failure.detail)
+            self._ledger.found(name.nonce.hex(), told)
+
+    def _drop(self, name: OfferRef) -> None:
+        wanted = self._wanted.pop(name, None)
+        if wanted is not None and wanted.timer is not None:
+            wanted.timer.cancel()

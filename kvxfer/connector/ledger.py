@@ -61,26 +61,21 @@ class Ledger:
             counts.clear()
 
     def failed_call(self) -> None:
-        """A handler of the IO thread has raised."""
         self.count("io.errors")
 
     def refused(self, why: str) -> None:
-        """A connection was not taken."""
         self.count(f"connections.refused.{why}")
 
     def reason(self, reason: Reason) -> None:
-        """Count a reason why KV was not used, or is no longer given."""
         with self._lock:
             self._reasons[reason.value] += 1
 
     def sent(self, request_id: str) -> None:
-        """Report a finished send: the engine may reuse this request's blocks."""
         with self._lock:
             self._sent.add(request_id)
             self._wake()
 
     def loaded(self, report: LoadReport) -> None:
-        """Report a load that has ended, valid or failed."""
         with self._lock:
             self._loads.append(report)
             self._reported.append(report)
@@ -103,7 +98,6 @@ class Ledger:
             self._wake()
 
     def take_finished(self) -> Finished:
-        """The requests that have ended since the last call; NONE_FINISHED if there are none."""
         if not self._has_news():
             return NONE_FINISHED
         with self._lock:
@@ -120,7 +114,6 @@ class Ledger:
         return finished
 
     def take_stats(self) -> KVConnectorStats | None:
-        """The statistics since the last call; None if nothing was counted."""
         if not (self._counts or self._reasons or self._reported):
             return None
         with self._lock:
@@ -135,9 +128,7 @@ class Ledger:
         return stats
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until something has ended that :meth:`take_finished` would return; False
-        after ``timeout_s``.
-        """
+        """Sleep until :meth:`take_finished` has something; False after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(self._has_news, timeout_s)
 
@@ -151,16 +142,13 @@ class Ledger:
             return self._changed.wait_for(have_ended, timeout_s)
 
     def fileno(self) -> int:
-        """A descriptor that is readable while something has ended that :meth:`take_finished`
-        would return.
-        """
+        """A descriptor that is readable while :meth:`take_finished` has something."""
         with self._lock:
             if self._signal is None:
                 self._signal = os.eventfd(int(self._has_news()), os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             return self._signal
 
     def close(self) -> None:
-        """Close the descriptor. Idempotent."""
         with self._lock:
             signal, self._signal = self._signal, None
         if signal is not None:

@@ -183,9 +183,7 @@ def _make_run(
 
 
 def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int, wanted: Sequence[PullClass]) -> int:
-    """Of an offer that grows the chunks are small: one leaves when its last token is open, and the
-    last one is waited for.
-    """
+    """Small for an offer that grows: a chunk leaves when its last token is open."""
     best_nbytes = choice.chunk_nbytes(nbytes)
     if not order.grows:
         return best_nbytes
@@ -277,7 +275,7 @@ def open_tokens_of(grant: Grant, run: RouteRun) -> int:
     wanted = run.request.pull_classes if run.request is not None else ()
     if isinstance(open_tokens, UnsetType):
         return ALL
-    return ALL if all(asked.token_hi <= open_tokens for asked in wanted) else open_tokens
+    return ALL if all(asked.span[1] <= open_tokens for asked in wanted) else open_tokens
 
 
 def take_granted_ids(run: RouteRun, block_ids: GroupBlockIds, open_tokens: int) -> None:

@@ -18,12 +18,13 @@ source is told to drop the offer when no request wants it any more.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from kvxfer.bounded import Bounded
+from kvxfer.connector.board import BoardView
 from kvxfer.connector.contract import RequestLike
 from kvxfer.connector.params import Plain
 from kvxfer.connector.records import (
@@ -33,12 +34,15 @@ from kvxfer.connector.records import (
     FindOffer,
     FoundOffer,
     Hold,
+    NearSource,
+    NearSources,
     NewLoad,
     SourceRef,
     TraceHeaders,
     Unhold,
 )
 from kvxfer.connector.tracing import trace_of
+from kvxfer.transfer.manifest import MemfdHandle
 from kvxfer.transfer.tokens import digest_keys, token_digest
 from kvxfer.transfer.wire import OfferRef, Reason
 
@@ -77,28 +81,12 @@ class Load:
 
     @property
     def is_in_step(self) -> bool:
-        """The step that orders it computes with its KV."""
         return self.in_step_s is not None
 
 
-class AskedOffers:
+def asked_offers() -> Bounded[OfferRef, None]:
     """The offers that were asked for, as many as are remembered."""
-
-    def __init__(self) -> None:
-        self._offers: OrderedDict[OfferRef, None] = OrderedDict()
-
-    def __contains__(self, offer: OfferRef) -> bool:
-        return offer in self._offers
-
-    def add(self, offer: OfferRef) -> None:
-        """Remember an offer; the oldest is forgotten when there are too many."""
-        self._offers[offer] = None
-        while len(self._offers) > REMEMBERED:
-            self._offers.popitem(last=False)
-
-    def forget(self, offer: OfferRef) -> None:
-        """Forget an offer, so that it may be asked for again."""
-        self._offers.pop(offer, None)
+    return Bounded(REMEMBERED)
 
 
 class LoadBook:
@@ -107,7 +95,7 @@ class LoadBook:
     def __init__(self) -> None:
         self._by_id: dict[str, Load] = {}
         self._users: dict[OfferRef, list[str]] = {}
-        self._asked = AskedOffers()
+        self._asked = asked_offers()
         self._loads: list[NewLoad] = []
         self._aborts: list[AbortLoad] = []
         self._holds: list[Hold] = []
@@ -120,14 +108,16 @@ class LoadBook:
         self.most_growing_tokens = 0.0
         self.has_states = False
         """Layers keep a state, which moves only of the offered tokens, all of them."""
+        self.num_own_tokens = 1
+        """Tokens at the end of a prompt that are always computed here: the last one, to sample from
+        it, and those before it whose draft looks at tokens behind the prompt."""
 
     def find(self, request: RequestLike, source: SourceRef) -> None:
-        """Look for the offer of a request that came early."""
         num_tokens = request.num_prompt_tokens - self.has_states
         source = _with_digest(request, msgspec.structs.replace(source, num_tokens=num_tokens))
         self._by_id[request.request_id] = Load(
             source=source,
-            num_usable_tokens=request.num_prompt_tokens - 1,
+            num_usable_tokens=max(0, request.num_prompt_tokens - self.num_own_tokens),
             state=LoadState.FINDING,
             trace=trace_of(request),
             early=source,
@@ -192,9 +182,9 @@ class LoadBook:
         source = _with_digest(request, source)
         self._by_id[request.request_id] = Load(
             source=source,
-            # The last prompt token is always computed here, to sample from: its KV is never worth
-            # moving.
-            num_usable_tokens=min(source.num_tokens, request.num_prompt_tokens - 1),
+            num_usable_tokens=min(
+                source.num_tokens, max(0, request.num_prompt_tokens - self.num_own_tokens)
+            ),
             trace=trace_of(request),
         )
         self._users.setdefault(source.offer, []).append(request.request_id)
@@ -202,9 +192,7 @@ class LoadBook:
         return None
 
     def reject(self, request_id: str, source: SourceRef, *, is_early: bool = False) -> None:
-        """Give up an offer whose request this engine will never run. ``is_early``: it is found
-        first, so that it can be.
-        """
+        """Its request will never run here. ``is_early``: the offer is found first."""
         if is_early:
             self._by_name.setdefault(source.offer.nonce.hex(), [])
             self._finds.append(FindOffer(source))
@@ -229,16 +217,13 @@ class LoadBook:
         return load.num_usable_tokens - num_local_tokens
 
     def _has_room(self, load: Load) -> bool:
-        """Whether this load of a growing offer may have blocks, beside others of such."""
         num_held = sum(self._growing.values())
         return num_held + load.source.num_tokens <= self.most_growing_tokens
 
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> Reason | None:
-        """Blocks are allocated. Hand the load to the workers, or give the offer up if no tokens are
-        needed; then return the reason.
-        """
+        """Hand the load to the workers; without tokens give the offer up: the reason."""
         load = self.wanted(request_id)
         if load is None:
             return None
@@ -248,7 +233,7 @@ class LoadBook:
         load.state = LoadState.HANDED
         if load.is_growing:
             self._growing[request_id] = load.source.num_tokens
-        self._asked.add(load.source.offer)
+        self._asked[load.source.offer] = None
         self._loads.append(
             NewLoad(
                 request_id=request_id,
@@ -290,7 +275,7 @@ class LoadBook:
             self._forget(request_id, load)
         load.state, source = LoadState.ENDED, load.source
         if failure == Reason.TOKENS:
-            self._asked.forget(load.source.offer)
+            self._asked.pop(load.source.offer, None)
             self._leave(request_id, load)
             return True
         others = [i for i in self._users.pop(load.source.offer, ()) if i != request_id]
@@ -338,15 +323,12 @@ class LoadBook:
 
     @property
     def num_open(self) -> int:
-        """Loads that are wanted, or handed to the workers, and are not over."""
         return sum(load.state is not LoadState.ENDED for load in self._by_id.values())
 
     def has_orders(self) -> bool:
-        """Whether something waits for the next step's metadata."""
         return bool(self._loads or self._aborts or self._holds or self._unholds or self._finds)
 
     def step(self, orders: ConnectorMetadata = NO_ORDERS) -> ConnectorMetadata:
-        """Add to a step's orders what was decided here since the last step."""
         if not self.has_orders():
             return orders
         orders = msgspec.structs.replace(
@@ -368,7 +350,6 @@ class LoadBook:
         return reason
 
     def _leave(self, request_id: str, load: Load) -> bool:
-        """This request does not use its offer any more. Returns whether no other request does."""
         users = self._users.get(load.source.offer, [])
         if request_id in users:
             users.remove(request_id)
@@ -378,8 +359,96 @@ class LoadBook:
 
 
 def _with_digest(request: RequestLike, source: SourceRef) -> SourceRef:
-    """The source with the digest of the offered tokens, as this request has them."""
     digest = token_digest(
         request.prompt_token_ids[: source.num_tokens], digest_keys(request, source.num_tokens)
     )
     return msgspec.structs.replace(source, digest=digest)
+
+
+# ------------------------------------------------------------------ loads within a step
+
+
+DISTRUST_S = 60.0
+"""After a step has waited in vain, loads from that source are asynchronous for so long: the step
+has held up every request of its engine.
+"""
+
+
+def predicted_s(near: Iterable[NearSource], num_tokens: int) -> float:
+    """How long a load takes on the slowest of the ranks, which load side by side."""
+    return max(each.latency_s + num_tokens * each.token_s for each in near)
+
+
+class StepLoads:
+    """What the ranks have said of their sources, and how much of a step is promised.
+
+    A request whose load is part of the step computes in this very step, with KV whose verdict is
+    looked at before the step's result leaves its rank. A load that fails then fails its request, or
+    has it computed again. So one is promised only where all that it needs is there: every rank has
+    met the source, its wires are direct, the boards show the offer with the request's own tokens,
+    and the copies are short. Any other load is asynchronous: its request waits, and others compute
+    meanwhile.
+
+    Args:
+        limit_s: of all loads of one step together, by prediction. 0: none is promised.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._near: dict[str, NearSources] = {}
+        self._boards: dict[MemfdHandle, BoardView | None] = {}
+        self._until_s: dict[bytes, float] = {}
+        self._promised_s = 0.0
+
+    def learn(self, near: Mapping[str, NearSources]) -> None:
+        """Take the tables of the ranks whose sources have changed, and map their boards."""
+        if not self._limit_s:
+            return
+        self._near.update(near)
+        sources = [source for table in self._near.values() for source in table.values()]
+        wanted = {handle for source in sources for handle in source.boards}
+        for handle in self._boards.keys() - wanted:
+            self._close(handle)
+        for handle in wanted - self._boards.keys():
+            self._boards[handle] = BoardView.open(handle)
+
+    def time_s(
+        self, source: SourceRef, num_tokens: int, ranks: Collection[str], now_s: float
+    ) -> float | None:
+        """How long these ranks will take for a load that may be promised now; else None."""
+        life = source.offer.incarnation
+        if self._near.keys() != set(ranks) or now_s < self._until_s.get(life, now_s):
+            return None
+        near = [table[life] for table in self._near.values() if life in table]
+        if len(near) < len(ranks):
+            return None
+        time_s = predicted_s(near, num_tokens)
+        if self._promised_s + time_s > self._limit_s:
+            return None
+        boards = {handle for each in near for handle in each.boards}
+        return time_s if all(self._shows(handle, source) for handle in boards) else None
+
+    def promise(self, time_s: float) -> None:
+        self._promised_s += time_s
+
+    def begin_step(self) -> None:
+        self._promised_s = 0.0
+
+    def was_late(self, source: SourceRef, now_s: float) -> None:
+        self._until_s = {life: s for life, s in self._until_s.items() if s > now_s}
+        self._until_s[source.offer.incarnation] = now_s + DISTRUST_S
+
+    def close(self) -> None:
+        for handle in list(self._boards):
+            self._close(handle)
+        self._near = {}
+
+    def _shows(self, handle: MemfdHandle, source: SourceRef) -> bool:
+        board = self._boards.get(handle)
+        posted = board.find(source.offer.nonce) if board is not None else None
+        return posted is not None and posted.digest in (None, source.digest)
+
+    def _close(self, handle: MemfdHandle) -> None:
+        board = self._boards.pop(handle)
+        if board is not None:
+            board.close()

@@ -89,9 +89,7 @@ class OfferBook:
         self._delayed: list[str] = []
 
     def keep(self, keepings: Mapping[int, Keeping]) -> None:
-        """Set what each group keeps: tables go to the workers without the blocks that a window has
-        dropped.
-        """
+        """What each group keeps: workers get no blocks that a window has dropped."""
         self._keepings = keepings
         self._has_states = any(keeping.is_state for keeping in keepings.values())
 
@@ -113,9 +111,6 @@ class OfferBook:
         return request_id in self._offers
 
     def cached(self, request_id: str, num_tokens: int) -> None:
-        """So many tokens of a request's prompt are in the engine's own prefix cache, by its last
-        look.
-        """
         offer = self._offers.get(request_id)
         if offer is not None:
             offer.num_cached_tokens = num_tokens
@@ -143,7 +138,6 @@ class OfferBook:
         return Finish(keep_blocks=True, reason=reason)
 
     def _holds(self, offer: Offer, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Whether every block that the offer's table names is still there."""
         table = self._table(offer)
         block_ids = held_ids(block_ids, self._keepings, offer.num_tokens)
         return all(
@@ -165,9 +159,7 @@ class OfferBook:
         return edge_ids(offer.block_ids, self._keepings, offer.num_tokens)
 
     def withdraw(self, request_id: str) -> None:
-        """No sink will read the KV of this finished request: end its offer; its blocks come back
-        through finished_sending.
-        """
+        """No sink will read it: its blocks come back through finished_sending."""
         offer = self._offers.get(request_id) or self._forgotten.get(request_id)
         if offer is not None and offer.nonce and not offer.is_reset:
             offer.is_reset = True
@@ -180,12 +172,10 @@ class OfferBook:
         self._forgotten[request_id] = self._offers.pop(request_id)
 
     def sent(self, request_id: str) -> None:
-        """Every rank has reported finished_sending."""
         if self._forgotten.pop(request_id, None) is None:
             self._offers.pop(request_id, None)
 
     def reset(self) -> None:
-        """Break every offer; kept blocks come back through finished_sending."""
         for request_id, offer in (*self._offers.items(), *self._forgotten.items()):
             if offer.nonce and not offer.is_reset:
                 offer.is_reset = True
@@ -193,17 +183,13 @@ class OfferBook:
 
     @property
     def num_open(self) -> int:
-        """Requests that will be offered, or are, and are not over."""
         return len(self._offers) + len(self._forgotten)
 
     def has_orders(self) -> bool:
-        """Whether something waits for the next step's metadata."""
         return bool(self._ended or self._delayed)
 
     def step(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
-        """This step's orders about offers; NO_ORDERS itself where there are none.
-        ``scheduler_output`` is only read.
-        """
+        """NO_ORDERS itself where there are none. ``scheduler_output`` is only read."""
         if self._offers:
             self._preempt(scheduler_output)
             if self._has_states:

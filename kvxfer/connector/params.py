@@ -195,25 +195,21 @@ def _hex(text: str, name: str, nbytes: int = NONCE_NBYTES) -> bytes:
     return raw
 
 
+def _sign(what: str, source: SourceRef, key: str, *more: object) -> str:
+    """Of every field that the sink follows; msgpack encodes no two sets alike."""
+    keys = () if source.curve_public_key is None else (source.curve_public_key,)
+    fields = (what, source.engine_id, source.endpoint, source.offer.incarnation, *more, *keys)
+    return hmac.digest(key.encode(), msgspec.msgpack.encode(fields), "sha256").hex()
+
+
 def _signature(source: SourceRef, number: int, key: str) -> str:
-    """Signature over every field that the sink follows; in msgpack no two sets of values are
-    encoded alike.
-    """
-    signed = msgspec.msgpack.encode(
-        ("kvxfer.params.v1", source.engine_id, source.endpoint)
-        + (source.offer.incarnation, source.offer.nonce, source.num_tokens, source.digest, number)
-        + ((source.curve_public_key,) if source.curve_public_key is not None else ())
-    )
-    return hmac.digest(key.encode(), signed, "sha256").hex()
+    of_offer = source.offer.nonce, source.num_tokens, source.digest, number
+    return _sign("kvxfer.params.v1", source, key, *of_offer)
 
 
 def _engine_signature(source: SourceRef, key: str) -> str:
     """Of an engine that has the key: it says where it is, whatever it offers."""
-    signed = msgspec.msgpack.encode(
-        ("kvxfer.engine.v2", source.engine_id, source.endpoint, source.offer.incarnation)
-        + ((source.curve_public_key,) if source.curve_public_key is not None else ())
-    )
-    return hmac.digest(key.encode(), signed, "sha256").hex()
+    return _sign("kvxfer.engine.v2", source, key)
 
 
 def make_params(
@@ -231,7 +227,15 @@ def make_params(
     ``remote_block_ids`` is empty on purpose: ids come from the Grant, and a stale id could be read
     by mistake.
     """
-    url = urlsplit(source.endpoint)
+    url, own_key = urlsplit(source.endpoint), source.curve_public_key
+    signatures = (
+        {}
+        if key is None
+        else {
+            "signature": _signature(source, number, key),
+            "engine_signature": _engine_signature(source, key),
+        }
+    )
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -251,21 +255,13 @@ def make_params(
             "endpoint": source.endpoint,
             "digest": source.digest.hex(),
             "protocol": PROTOCOL_MAX,
-            **_if_set("curve_public_key", source.curve_public_key),
-            **(
-                {
-                    "signature": _signature(source, number, key),
-                    "engine_signature": _engine_signature(source, key),
-                }
-                if key is not None
-                else {}
-            ),
+            **({} if own_key is None else {"curve_public_key": own_key}),
+            **signatures,
         },
     }
 
 
 def mint_request() -> str:
-    """A new id of a request that is sent to both engines at once: 16 random bytes in hex."""
     return secrets.token_hex(NONCE_NBYTES)
 
 
@@ -297,7 +293,3 @@ def is_early(params: Mapping[str, Any]) -> bool:
     """Whether these are params of :func:`early_params`, or look like them."""
     ours = params.get("kvxfer")
     return bool(params.get("do_remote_prefill")) and isinstance(ours, Mapping) and "request" in ours
-
-
-def _if_set(name: str, value: str | None) -> dict[str, str]:
-    return {} if value is None else {name: value}

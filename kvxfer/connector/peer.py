@@ -7,9 +7,12 @@ control connections. Runs on the IO thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import zmq
 
@@ -28,9 +31,12 @@ from kvxfer.connector.peer_session import (
     PeerSnapshot,
     PeerState,
 )
-from kvxfer.connector.records import SourceRef
+from kvxfer.connector.records import Identity, SourceRef
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transfer.costs import REFERENCE_TOKENS, Workload
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import Plan, Route
+from kvxfer.transfer.pull import block_chunk_nbytes, pull_class, route_nbytes
 from kvxfer.transfer.wire import (
     BIND_TOKENS,
     PROTOCOL_MAX,
@@ -48,7 +54,7 @@ from kvxfer.transfer.wire import (
     ToSource,
 )
 from kvxfer.transports.base import SinkTransport
-from kvxfer.transports.choice import Choice
+from kvxfer.transports.choice import Choice, choose
 
 HELLO_AGAIN_S = 0.05
 """How soon an engine that does not know all its ranks yet is asked again."""
@@ -66,9 +72,7 @@ class Surroundings:
     context: zmq.Context[ZmqSocket]
     config: Config
     ledger: Ledger
-    engine_id: str
-    incarnation: bytes
-    rank: RankId
+    identity: Identity
     transports: Mapping[str, SinkTransport]
     can_leave_unhashed: bool
     on_message: Callable[[Peer, RankId, ToSink], None]
@@ -159,9 +163,8 @@ class Peer:
 
     @property
     def slowest(self) -> Choice | None:
-        """Of the chosen wires; None where there is nothing to read."""
         choices = list(self.choices.values())
-        return max(choices, key=lambda choice: choice.duration_s, default=None)
+        return max(choices, key=attrgetter("duration_s"), default=None)
 
     @property
     def wire(self) -> str:
@@ -180,7 +183,7 @@ class Peer:
 
     def routes(self) -> tuple[Route, ...]:
         """The routes that end here, null routes too."""
-        return self.plan.of_sink(self._around.rank)
+        return self.plan.of_sink(self._around.identity.rank)
 
     def source(self, rank: RankId) -> RankManifest:
         manifest = self.snapshot.manifest
@@ -189,29 +192,25 @@ class Peer:
         return manifest.rank(rank)
 
     def transport(self, rank: RankId) -> SinkTransport:
-        """The chosen wire to one of its ranks."""
         return self._around.transports[self.choices[rank].transport]
 
     def board(self, rank: RankId) -> BoardView | None:
-        """The offer board of one of its ranks, if that can be mapped here."""
         return self.boards.get(rank)
 
     # -------------------------------------------------- what is said to it
 
     def send(self, rank: RankId, message: ToSource) -> None:
-        """Send to one of its ranks; dropped if the peer is over."""
         self._send(self.source(rank).control_endpoint, message)
 
     def send_later(self, rank: RankId, message: ToSource) -> None:
-        """Send a message that nobody waits for: it leaves with the deferred calls, after the loads
-        that end in this round were reported.
-        """
+        """One that nobody waits for: behind the reports of loads that end in this round."""
         self._around.io.defer(self.send, rank, message)
 
     def cancel(self, source: SourceRef, reason: Reason) -> None:
         """Give an offer up at every rank."""
         if self.is_alive_as(source):
-            message = Cancel(source.offer, self._around.incarnation, reason, source.digest)
+            life = self._around.identity.incarnation
+            message = Cancel(source.offer, life, reason, source.digest)
             for rank in self.ranks():
                 self.send(rank, message)
 
@@ -219,7 +218,7 @@ class Peer:
         around = self._around
         names = (BIND_TOKENS,) if around.config.bind_tokens else ()
         versions = (PROTOCOL_MIN, PROTOCOL_MAX)
-        self._send(endpoint, Hello(versions, names, around.engine_id, around.incarnation))
+        self._send(endpoint, Hello(versions, names, *around.identity[:2]))
 
     def _send(self, endpoint: str, message: ToSource) -> None:
         if self._around.io.is_lent:  # a borrower of the IO thread's turn touches no socket
@@ -250,7 +249,6 @@ class Peer:
         return self.curve_public_key
 
     def close(self) -> None:
-        """End all connections; messages that were sent may still leave."""
         self._is_closed = True
         self._num_loads = 0
         if self._watch is not None:
@@ -265,7 +263,6 @@ class Peer:
         self._step(self, Ended(failure))
 
     def lost(self, detail: str) -> None:
-        """A connection has ended, was refused or stayed silent."""
         self.end(self.failure(detail))
 
     def failure(self, detail: str) -> Failure:
@@ -333,3 +330,91 @@ class Peer:
                 silence_s = now_s - client.heard_s
                 self.lost(f"{client.endpoint} was silent for {silence_s:.1f} s")
                 return
+
+
+# ------------------------------------------------------------------ the trial of its wires
+
+
+Choices = dict[RankId, Choice]
+
+_log = logging.getLogger("kvxfer.connector")
+
+
+def workload_of(route: Route) -> Workload:
+    """How many bytes a long prompt has on a route, and the least size of its chunks."""
+    pulls = [pull_class(each, 0, REFERENCE_TOKENS) for each in route.classes]
+    return Workload(route_nbytes(pulls), block_chunk_nbytes(pulls))
+
+
+def start_trial(
+    around: Surroundings,
+    routes: Sequence[tuple[Route, RankManifest]],
+    until_s: float,
+    done: Callable[[Peer, Choices | Failure], object],
+    peer: Peer,
+) -> None:
+    """Try the wires to the source rank of each route, one after the other: trials side by side
+    would share the link and measure too low a rate. On a thread of its own: a trial may wait for
+    the network, and loads from other peers go on meanwhile.
+
+    Args:
+        until_s: when all trials together must have ended (the IO thread's clock).
+        done: called on the IO thread, unless this rank shuts down. It owns the choices from then
+            on, and attaches or discards each.
+    """
+
+    def run() -> None:
+        choices: Choices = {}
+        result = _try_all(around, routes, until_s, choices)
+        is_told = result is not None and around.io.post(done, peer, result)
+        if not is_told or result is not choices:
+            _close(choices)
+
+    threading.Thread(target=run, name="kvxfer-probe", daemon=True).start()
+
+
+def discard(choices: Choices) -> None:
+    """A thread closes what they hold open: CUDA may wait for the GPU's work first."""
+    if any(choice.trial.held for choice in choices.values()):
+        threading.Thread(target=_close, args=(choices,), name="kvxfer-probe", daemon=True).start()
+
+
+def _close(choices: Choices) -> None:
+    for choice in choices.values():
+        choice.trial.close()
+
+
+def _try_all(
+    around: Surroundings,
+    routes: Sequence[tuple[Route, RankManifest]],
+    until_s: float,
+    choices: Choices,
+) -> Choices | Failure | None:
+    """The choices, filled in one after the other; why there are none; None at shutdown."""
+    try:
+        for route, source in routes:
+            left_s = until_s - around.io.now()
+            if left_s <= 0:
+                return Failure(
+                    Reason.TRANSPORT,
+                    f"the wires of {len(routes)} ranks: expected their trials to end in time, "
+                    f"{len(choices)} have",
+                )
+            choices[source.rank] = choose(
+                around.transports,
+                source,
+                workload_of(route),
+                classes=route.classes,
+                min_gbps=around.config.min_gbps,
+                timeout_s=left_s,
+            )
+    except TransportUnavailable as e:
+        return Failure(Reason.TRANSPORT, str(e))
+    except zmq.ContextTerminated:
+        return None
+    except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
+        if around.context.closed:  # a socket could not be made any more
+            return None
+        _log.exception("the trial of a wire failed")
+        return Failure(Reason.TRANSPORT, f"{type(e).__name__}: {e}")
+    return choices

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import assert_never
 
 import zmq
@@ -32,7 +31,7 @@ from kvxfer.connector.access import (
     check_verifiable,
 )
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.peer import Peer, Surroundings, Waiter
+from kvxfer.connector.peer import Choices, Peer, Surroundings, Waiter, discard, start_trial
 from kvxfer.connector.peer_session import (
     Attach,
     Attached,
@@ -56,7 +55,6 @@ from kvxfer.connector.peer_session import (
     WiresTried,
     step,
 )
-from kvxfer.connector.peer_trial import Choices, discard, start_trial
 from kvxfer.connector.records import SourceRef
 from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
@@ -132,7 +130,6 @@ class Peers:
         return waiter
 
     def known(self, source: SourceRef) -> Peer | None:
-        """The peer that made this offer, if it is known in the life of the offer."""
         peer = self._peers.get(_key(source))
         return peer if peer is not None and peer.is_alive_as(source) else None
 
@@ -146,20 +143,17 @@ class Peers:
         return [peer for peer in list(self._peers.values()) if peer.state is PeerState.READY]
 
     def forget(self, waiter: Waiter) -> None:
-        """Do not call this waiter any more."""
         peer = self._peers.get(_key(waiter.source))
         if peer is not None and waiter in peer.waiters:
             peer.waiters.remove(waiter)
 
     def lost(self, control_endpoint: str, detail: str) -> None:
-        """A wire reports that the connection to this rank ended."""
         for peer in list(self._peers.values()):
             ranks = peer.manifest.ranks if peer.manifest is not None else ()
             if any(entry.control_endpoint == control_endpoint for entry in ranks):
                 peer.end(Failure(Reason.PEER_LOST, f"{control_endpoint}: {detail}"))
 
     def shutdown(self, failure: Failure) -> None:
-        """End every peer and make no new one."""
         self._closed = failure
         self._close(failure)
 
@@ -189,9 +183,7 @@ class Peers:
         self._step(peer, Wanted())
 
     def _failure_of(self, key: Key, source: SourceRef) -> Failure | None:
-        """Why the last contact with the maker of this offer failed, if that is less than a second
-        ago.
-        """
+        """Why the last contact with the offer's maker failed, less than a second ago."""
         known = self._failed.get(key)
         if known is not None and known.until_s <= self._io.now():
             del self._failed[key]
@@ -302,6 +294,13 @@ class Peers:
         )
         peer.plan = make_plan(peer.manifest, own)
         check_verifiable(around.config, peer.plan, peer.manifest)
+        if peer.plan.empty_layers:
+            _log.warning(
+                "engine %s at %s: expected the draft of this engine, got none: the draft begins "
+                "with empty KV (%d layers), so fewer of its tokens are accepted; use the same "
+                "draft on both sides",
+                *(peer.engine_id, peer.endpoint, len(peer.plan.empty_layers)),
+            )
         peer.moments.end("plan")
         return Matched(tuple(peer.source(route.source_rank) for route in peer.routes()))
 
@@ -309,7 +308,7 @@ class Peers:
         routes = [
             (route, peer.source(route.source_rank)) for route in peer.routes() if not route.is_null
         ]
-        start_trial(self._around, routes, peer.until_s, partial(self._on_tried, peer))
+        start_trial(self._around, routes, peer.until_s, self._on_tried, peer)
 
     def _on_tried(self, peer: Peer, result: Choices | Failure) -> None:
         if isinstance(result, Failure):

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -14,23 +13,22 @@ import torch
 import zmq
 
 from kvxfer.config import Config
+from kvxfer.connector.access import protection
 from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
-from kvxfer.connector.descriptors import make_room
-from kvxfer.connector.finder import Finder
 from kvxfer.connector.io_thread import IoThread
-from kvxfer.connector.keeper import Keeper
+from kvxfer.connector.keeper import Finder, Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
 from kvxfer.connector.metrics import key, peer_label
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.protection import protection
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
+    Identity,
     NearSource,
     NearSources,
     SourceRef,
@@ -68,10 +66,14 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import SMALL_NBYTES
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.key_folder import with_folder_keys
-from kvxfer.transports.parallel import make_context, make_copier
+from kvxfer.transports.parallel import make_context, make_copier, make_room
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.visitors import LOOK_S
 
+LATE_S = 1.0
+"""A load that is part of a step and has not ended by then is given up. It was promised because its
+offer stood on the board: it ends in milliseconds, unless its source or this host stands still.
+"""
 DRAIN_S = 2.0
 """How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
 word 200 ms.
@@ -79,15 +81,6 @@ word 200 ms.
 
 SETTLE_LOOK_S = 0.002
 _log = logging.getLogger("kvxfer.connector")
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which rank of which engine, in which life."""
-
-    engine_id: str
-    incarnation: bytes
-    rank: RankId
 
 
 class RankService:
@@ -200,9 +193,7 @@ class RankService:
         return sources, sinks
 
     def _make_board(self, config: Config, sources: Mapping[str, SourceTransport]) -> Board | None:
-        """Make the offer board, for sinks with a direct wire; sinks of a stream wire do not look at
-        it.
-        """
+        """For sinks with a direct wire; those of a stream wire do not look at it."""
         is_direct = any(isinstance(source, DirectSource) for source in sources.values())
         if not (config.offer_board and is_direct):
             return None
@@ -223,26 +214,20 @@ class RankService:
         consumer = Consumer(identity.incarnation, identity.rank)
         every = EVERY.get(config.verify, 0)
         addressing = Addressing(consumer, transports, can_leave_unhashed, every)
-        self._peers = Peers(
-            Surroundings(
-                io=self.io,
-                context=self._context,
-                config=config,
-                ledger=self._ledger,
-                engine_id=identity.engine_id,
-                incarnation=identity.incarnation,
-                rank=identity.rank,
-                transports=transports,
-                can_leave_unhashed=can_leave_unhashed,
-                on_message=self._on_answer,
-                on_over=self._on_over,
-            )
+        around = Surroundings(
+            io=self.io,
+            context=self._context,
+            config=config,
+            ledger=self._ledger,
+            identity=identity,
+            transports=transports,
+            can_leave_unhashed=can_leave_unhashed,
+            on_message=self._on_answer,
+            on_over=self._on_over,
         )
-        self.keeper = Keeper(self.io, config, identity.incarnation, self._peers)
-        self.finder = Finder(self.io, config, identity.incarnation, self._peers, self._ledger)
-        self.sink = Sink(
-            self.io, config, self._ledger, addressing, self._peers, self.keeper, verifier
-        )
+        self._peers = Peers(around)
+        self.keeper, self.finder = Keeper(around, self._peers), Finder(around, self._peers)
+        self.sink = Sink(around, addressing, self._peers, self.keeper, verifier)
 
     # -------------------------------------------------- on the IO thread
 
@@ -276,9 +261,7 @@ class RankService:
                 self.source.handle(identity, message)
 
     def drain(self) -> None:
-        """Have the engine's scheduler hear that it is to offer and load nothing new. May be called
-        from any thread.
-        """
+        """Have the scheduler hear that it is to take nothing new. From any thread."""
         self.is_draining = self.has_looked = True
         if self._num_open is None:
             self._ledger.drain()
@@ -333,28 +316,13 @@ class RankService:
         orders: ConnectorMetadata,
         after: torch.cuda.Event | None = None,
         begun: IsReady | None = None,
-    ) -> None:
+        *,
+        in_step: Sequence[str] = (),
+    ) -> list[torch.cuda.Event] | None:
         """Have a step's orders carried out by the IO thread; or on this thread at once, if the IO
         thread sleeps and the orders are quick and touch no socket. ``after``: as :meth:`Sink.load`
-        has it. ``begun``: whether all is over that was launched before this step.
-        """
-        handed_s = self.io.now()
-
-        def order() -> None:
-            self._take(orders, handed_s, after, begun)
-
-        if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
-            self.io.post(order)
-
-    def carry_out_now(
-        self,
-        orders: ConnectorMetadata,
-        after: torch.cuda.Event | None,
-        begun: IsReady | None,
-        request_ids: Sequence[str],
-        timeout_s: float,
-    ) -> list[torch.cuda.Event] | None:
-        """:meth:`carry_out`, and wait until the IO thread has begun these loads: their copies, as
+        has it. ``begun``: whether all is over that was launched before this step. ``in_step``:
+        loads that are waited for, LATE_S at most, until they have begun. Returns their copies, as
         :meth:`Sink.copied` has them.
         """
         copied: SimpleQueue[list[torch.cuda.Event] | None] = SimpleQueue()
@@ -362,12 +330,14 @@ class RankService:
 
         def order() -> None:
             self._take(orders, handed_s, after, begun)
-            copied.put(self.sink.copied(request_ids))
+            if in_step:
+                copied.put(self.sink.copied(in_step))
 
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
             self.io.post(order)
-        with suppress(Empty):
-            return copied.get(timeout=timeout_s)
+        if in_step:
+            with suppress(Empty):
+                return copied.get(timeout=LATE_S)
         return None
 
     def abort(self, request_ids: Iterable[str], reason: Reason) -> None:
@@ -376,9 +346,7 @@ class RankService:
             self.io.post(self.sink.abort, AbortLoad(request_id, reason))
 
     def near(self) -> NearSources:
-        """The sources that this rank can load from within a step. On the engine thread, as
-        :meth:`gauges`.
-        """
+        """What this rank can load from within a step. On the engine thread, as :meth:`gauges`."""
         near = ((peer.manifest, near_source(peer)) for peer in self._peers.all_ready())
         return {of.incarnation: source for of, source in near if of and source}
 
@@ -389,9 +357,7 @@ class RankService:
         after: torch.cuda.Event | None,
         begun: IsReady | None,
     ) -> None:
-        """Carry out each order, even if others fail. Aborts come last: they may name a load of the
-        same step.
-        """
+        """Each order, even if others fail; aborts last: of a load of this step, perhaps."""
         guard = self.io.guard
         if orders.manifest is not None:
             guard(self._set_engine, orders.manifest)
@@ -466,9 +432,7 @@ class RankService:
     # -------------------------------------------------- the end, on the engine thread
 
     def shutdown(self) -> None:
-        """Break all offers, abort all loads, wait for what is in flight (bounded), give everything
-        back.
-        """
+        """Break all offers, abort all loads, wait for what is in flight (bounded)."""
         if self.is_draining:
             settled = threading.Event()
             self.io.post(self._when_settled, settled.set)
@@ -488,18 +452,14 @@ class RankService:
         self._end_context()
 
     def _when_settled(self, done: Callable[[], object]) -> None:
-        """The last chunks of what was served may be on their way: with the process they would be
-        lost, and their loads.
-        """
+        """The last chunks may be on their way: with the process they would be lost."""
         if all(stream.is_settled for stream in self._sending):
             done()
         else:
             self.io.after(SETTLE_LOOK_S, self._when_settled, done)
 
     def _end_context(self) -> None:
-        """End the ZeroMQ context once the last messages have left; a trial that still waits for an
-        answer is cut short.
-        """
+        """When the last messages have left; a trial that still waits is cut short."""
         thread = threading.Thread(target=self._context.term, daemon=True)
         thread.start()
         thread.join(DRAIN_S)
@@ -508,9 +468,7 @@ class RankService:
 
 
 def near_source(peer: Peer) -> NearSource | None:
-    """How long loads from a peer that is ready take within a step; None where they need a message
-    or a stream.
-    """
+    """How long loads take within a step; None where they need a message or a stream."""
     choices, boards = list(peer.choices.values()), []
     for route in peer.routes():
         board = peer.source(route.source_rank).board

@@ -4,12 +4,21 @@ records, msgpack-ready.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from kvxfer.transfer.manifest import EngineManifest, MemfdHandle
+from kvxfer.transfer.manifest import EngineManifest, MemfdHandle, RankId
 from kvxfer.transfer.wire import OfferRef, Reason
+
+
+class Identity(NamedTuple):
+    """Which rank of which engine, in which life."""
+
+    engine_id: str
+    incarnation: bytes
+    rank: RankId
+
 
 GroupBlockIds = tuple[tuple[int, ...], ...]
 """Block ids by KV cache group, positional from the request's first token, -1 where there is no
@@ -69,7 +78,7 @@ class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
 class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks. ``trace``: headers of the
     request's trace, see :mod:`kvxfer.connector.tracing`. ``in_step``: the step that orders it
-    computes with its KV, and reports it (:mod:`kvxfer.connector.step_loads`). ``grows``: the source
+    computes with its KV, and reports it (:mod:`kvxfer.connector.loads`). ``grows``: the source
     may compute them still.
     """
 
@@ -181,7 +190,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     ``finished_s``: the last verdict came. ``spans``: of an offer that grew, when this rank heard
     how many tokens are open. ``peer``: the front door of the source engine.
     ``incomplete_blocks``: (group, position) of blocks that were filled only partly, because the
-    source had let go of their first tokens.
+    source had let go of their first tokens. ``has_empty_draft``: the source has no draft, this
+    rank's engine has one.
     """
 
     request_id: str
@@ -196,6 +206,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
     transports: tuple[str, ...] = ()
     incomplete_blocks: BlockPlaces = ()
+    has_empty_draft: bool = False
     trace: TraceHeaders = ()
     spans: tuple[tuple[float, int], ...] = ()
 

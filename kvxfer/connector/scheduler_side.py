@@ -20,7 +20,7 @@ import msgspec
 
 from kvxfer.config import Config, not_admitted
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
-from kvxfer.connector.loads import READ_BEFORE, LoadBook, LoadState
+from kvxfer.connector.loads import READ_BEFORE, LoadBook, LoadState, StepLoads
 from kvxfer.connector.offers import STATE_PASSED, Offer, OfferBook
 from kvxfer.connector.params import (
     NOT_OFFERED_PARAMS,
@@ -37,7 +37,6 @@ from kvxfer.connector.records import (
     KVConnectorStats,
     SourceRef,
 )
-from kvxfer.connector.step_loads import StepLoads
 from kvxfer.connector.unused_kv import NOT_OFFERED, NOT_USED, Line, UnusedKV
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, RankManifest
@@ -62,6 +61,7 @@ class SchedulerConnector:
 
     Args:
         can_send, can_receive: the role; params of the other role make a plain request, counted.
+        num_own_tokens: at the end of a prompt, which this engine computes itself.
         now: seconds of a clock that does not go back.
 
     A request that does not get the KV that it asked for is logged as a warning, limited by
@@ -76,6 +76,7 @@ class SchedulerConnector:
         *,
         can_send: bool,
         can_receive: bool,
+        num_own_tokens: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -85,6 +86,7 @@ class SchedulerConnector:
         self._manifest_is_new = False
         self._offers = OfferBook(grows=config.grow_offers)
         self._loads = LoadBook()
+        self._loads.num_own_tokens = num_own_tokens
         self._step_loads = StepLoads(config.load_in_step_s)
         self._ranks: frozenset[str] = frozenset()
         self._reasons: Counter[str] = Counter()
@@ -152,9 +154,7 @@ class SchedulerConnector:
 
     @property
     def num_open(self) -> int:
-        """Requests whose KV is still to be offered, given or taken. 0 after :meth:`drain`: the
-        engine may end.
-        """
+        """Requests whose KV is still to be offered, given or taken."""
         return self._offers.num_open + self._loads.num_open
 
     def get_finished_count(self) -> int | None:
@@ -162,9 +162,7 @@ class SchedulerConnector:
         return None
 
     def reject_request(self, request: RequestLike) -> None:
-        """Give up the offer of a request that will not run here, at once and whatever its
-        tokens.
-        """
+        """This request will not run here: give up its offer, whatever its tokens."""
         params = parse_params(request.kv_transfer_params, self._config.params_key)
         if not isinstance(params, LoadWanted):
             return
@@ -176,7 +174,7 @@ class SchedulerConnector:
 
     def refuse_request(self, request: RequestLike, reason: str, detail: str) -> None:
         """Run this request without transferred KV, whatever its params ask for; counted."""
-        self._warn(request, Plain(reason, detail))
+        self._warn(request.request_id, Plain(reason, detail))
 
     def on_new_request(self, request: RequestLike) -> Plain | None:
         """A request has arrived: from now on its offer at the source is kept alive.
@@ -189,10 +187,10 @@ class SchedulerConnector:
                 self._count(request, params.reason, params.detail)
             if params.reason in ("no_params", "null_params"):
                 return None
-            return self._warn(request, params)
+            return self._warn(request.request_id, params)
         if isinstance(params, OfferWanted):
             plain = self._offer(request, params.name)
-            return plain and self._warn(request, plain, what=NOT_OFFERED)
+            return plain and self._warn(request.request_id, plain, what=NOT_OFFERED)
         plain = self._refusal(params.source)
         if plain is None and self.is_draining:
             self._loads.reject(request.request_id, params.source, is_early=params.is_early)
@@ -201,7 +199,7 @@ class SchedulerConnector:
             self._loads.find(request, params.source)
             return None
         plain = plain or self._want(request, params.source)
-        return plain and self._warn(request, plain, params.source)
+        return plain and self._warn(request.request_id, plain, params.source)
 
     def _offer(self, request: RequestLike, name: bytes) -> Plain | None:
         if not self._can_send:
@@ -239,7 +237,7 @@ class SchedulerConnector:
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the locally cached ones can be loaded, and whether that is
         asynchronous. If not, the load is part of this step: see
-        :mod:`~kvxfer.connector.step_loads`. None: another request loads them, or they are not to be
+        :mod:`~kvxfer.connector.loads`. None: another request loads them, or they are not to be
         had yet; ask again later.
 
         For a request that is to be offered: what is cached can be read before its first step.
@@ -262,9 +260,7 @@ class SchedulerConnector:
         return num_tokens, load.in_step_s is None
 
     def loaded_in_step(self, request_id: str) -> int | None:
-        """The first token of a request's load that is part of the step whose output is to come;
-        None if its load is no such one.
-        """
+        """The first token of a request's load that is part of the step; None: no such."""
         load = self._loads.handed(request_id)
         return load.num_local_tokens if load is not None and load.is_in_step else None
 
@@ -284,7 +280,7 @@ class SchedulerConnector:
         )
         if reason is Reason.ENDED:
             plain = Plain(reason, READ_BEFORE)
-            return self._warn(request, plain, load.source)
+            return self._warn(request.request_id, plain, load.source)
         if reason is not None:
             self._count(request, reason, "")
         return None
@@ -316,7 +312,7 @@ class SchedulerConnector:
             detail = "its window's first block is gone"
             if finish.reason == STATE_PASSED:
                 detail = "its engine went on, and holds the state of more tokens; ask for one token"
-            self._warn(request, Plain(finish.reason, detail), what=NOT_OFFERED)
+            self._warn(request.request_id, Plain(finish.reason, detail), what=NOT_OFFERED)
         if finish.offer is None or self._manifest is None:
             return finish.keep_blocks, None
         return finish.keep_blocks, make_params(
@@ -350,9 +346,7 @@ class SchedulerConnector:
         self._offers.forget(request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
-        """This step's orders, NO_ORDERS itself where there are none. Reads ``scheduler_output``,
-        changes nothing in it.
-        """
+        """NO_ORDERS itself where there are none. ``scheduler_output`` is only read."""
         self._step_loads.begin_step()
         orders = self._loads.step(self._offers.step(scheduler_output))
         if self._must_tell():
@@ -374,8 +368,7 @@ class SchedulerConnector:
             self._step_loads.learn(output.near)
         for name, found in (output.found or {}).items():
             for request_id, source, plain in self._loads.found(name, found):
-                self._not_loaded(request_id, plain, source)
-                missed[request_id] = plain
+                missed[request_id] = self._warn(request_id, plain, source)
         failed = output.failed_recving or {}
         details = output.failure_details or {}
         for request_id in output.finished_recving or ():
@@ -403,9 +396,7 @@ class SchedulerConnector:
         return missed
 
     def has_orders(self) -> bool:
-        """Whether something waits for the next metadata: an idle engine should then run one
-        step.
-        """
+        """Something waits for the next metadata: an idle engine should run one step."""
         has_news = self._manifest_is_new or self._must_tell()
         return has_news or self._offers.has_orders() or self._loads.has_orders()
 
@@ -467,21 +458,15 @@ class SchedulerConnector:
 
     def _warn(
         self,
-        request: RequestLike,
+        request_id: str,
         plain: Plain,
         source: SourceRef | None = None,
         what: str = NOT_USED,
     ) -> Plain:
-        self._not_loaded(request.request_id, plain, source, what)
-        return plain
-
-    def _not_loaded(
-        self, request_id: str, plain: Plain, source: SourceRef | None, what: str = NOT_USED
-    ) -> None:
-        reason = str(plain.reason)
+        reason, now_s = str(plain.reason), self._now()
         self._reasons[reason] += 1
-        now_s = self._now()
         self._tell(self._unused.note(now_s, request_id, reason, plain.detail, source, what))
+        return plain
 
     def _tell(self, lines: Iterable[Line]) -> None:
         for line in lines:

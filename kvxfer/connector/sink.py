@@ -20,11 +20,9 @@ from typing import assert_never
 import torch
 from msgspec import UNSET, UnsetType
 
-from kvxfer.config import Config
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.io_thread import IoThread, Timer
+from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.keeper import Keeper
-from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import (
     Addressing,
     RouteRun,
@@ -37,8 +35,8 @@ from kvxfer.connector.load_routes import (
     take_granted_ids,
     ways_of,
 )
-from kvxfer.connector.loads import AskedOffers
-from kvxfer.connector.peer import Peer, Waiter
+from kvxfer.connector.loads import asked_offers
+from kvxfer.connector.peer import Peer, Surroundings, Waiter
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import AbortLoad, LoadReport, NewLoad
@@ -169,6 +167,7 @@ class SinkLoad:
             peer=self.order.source.endpoint,
             transports=tuple(sorted({r.pull.transport for r in runs if not r.pull.is_null})),
             incomplete_blocks=tuple(sorted(places)),
+            has_empty_draft=self.peer is not None and bool(self.peer.plan.empty_layers),
             trace=self.order.trace,
             spans=tuple(self.spans),
         )
@@ -179,32 +178,26 @@ class Sink:
 
     def __init__(
         self,
-        io: IoThread,
-        config: Config,
-        ledger: Ledger,
+        around: Surroundings,
         addressing: Addressing,
         peers: Peers,
         keeper: Keeper,
         verifier: Verifier,
     ) -> None:
-        self._io = io
-        self._timeout_s = config.pull_timeout_s
-        self._early_wait_s = config.early_wait_s
-        self._ledger = ledger
-        self._addressing = addressing
-        self._peers = peers
-        self._keeper = keeper
-        self._verifier = verifier
+        self._io, self._ledger = around.io, around.ledger
+        self._timeout_s = around.config.pull_timeout_s
+        self._early_wait_s = around.config.early_wait_s
+        self._addressing, self._peers = addressing, peers
+        self._keeper, self._verifier = keeper, verifier
         self._by_request: dict[str, SinkLoad] = {}
         self._by_offer: dict[OfferRef, SinkLoad] = {}
         self._by_key: dict[TransferKey, tuple[SinkLoad, RankId]] = {}
-        self._asked = AskedOffers()
+        self._asked = asked_offers()
         self._ways: dict[Peer, tuple[Way, ...]] = {}
         self._on_idle: Callable[[], object] | None = None
 
     @property
     def num_loads(self) -> int:
-        """Those that have not ended."""
         return len(self._by_request)
 
     # -------------------------------------------------- orders of the engine
@@ -350,7 +343,7 @@ class Sink:
         for rank, run in routes.items():
             run.progressed_s = load.started_s
             self._by_key[run.key] = (load, rank)
-        self._asked.add(order.source.offer)
+        self._asked[order.source.offer] = None
         # First: from here on the load ends, whatever fails
         self._look_in(load, min(RETRY_S, self._timeout_s))
         self._keeper.hold_at(order.request_id, order.source, frozenset(routes))
@@ -362,9 +355,7 @@ class Sink:
             self._step(load, Start())
 
     def _fail(self, load: SinkLoad, failure: Failure, *, cancel: bool) -> None:
-        """End a load that never got a session. ``cancel``: tell its source that the offer will not
-        be read.
-        """
+        """End a load that never got a session. ``cancel``: tell its source."""
         if load.waiter is not None:
             self._peers.forget(load.waiter)
             load.waiter = None
@@ -474,7 +465,6 @@ class Sink:
         self._step(load, event)
 
     def on_completion(self, completion: SinkCompletion) -> None:
-        """Handle a completion of a wire."""
         if isinstance(completion, PeerGone):
             self._peers.lost(completion.control_endpoint, "the data connection ended")
             return
@@ -515,9 +505,7 @@ class Sink:
         return ReadCompleted(source, certified)
 
     def on_over(self, peer: Peer, failure: Failure) -> None:
-        """A source engine cannot be used any more: its loads fail, and are reported when they have
-        drained.
-        """
+        """Its loads fail, and are reported when they have drained."""
         self._ways.pop(peer, None)
         for load in [load for load in self._by_request.values() if load.peer is peer]:
             load.note(failure.detail)
@@ -640,9 +628,7 @@ class Sink:
         return VerdictArrived(source, True, None)
 
     def _send_owed(self, load: SinkLoad, source: RankId) -> None:
-        """Send the Pull that the board has answered: behind the read, which need not wait for
-        it.
-        """
+        """The Pull that the board has answered: behind the read, which need not wait for it."""
         run = load.routes[source]
         if run.owes_pull:
             run.owes_pull = False
@@ -650,7 +636,6 @@ class Sink:
             self._ledger.count("board.grants")
 
     def _report(self, load: SinkLoad, reason: Reason | None) -> None:
-        """The one report of a load."""
         order = load.order
         if self._by_request.get(order.request_id) is not load:
             return
@@ -661,7 +646,7 @@ class Sink:
             self._by_key.pop(run.key, None)
         if reason is Reason.TOKENS:
             # The offer belongs to another request, which may still come.
-            self._asked.forget(order.source.offer)
+            self._asked.pop(order.source.offer, None)
         if load.timer is not None:
             load.timer.cancel()
         if load.peer is not None and load.is_begun:
@@ -743,7 +728,5 @@ class Sink:
 
 
 def _board(run: RouteRun, peer: Peer, source: RankId) -> BoardView | None:
-    """The board that shows whether the offer is open. None for a stream: its source certifies each
-    chunk by sending it.
-    """
+    """None for a stream: its source certifies each chunk by sending it."""
     return None if run.pull.classes else peer.board(source)

@@ -23,7 +23,9 @@ from kvxfer.connector.board import Ends, Posted
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.given_offer import (
     Check,
+    Early,
     GivenOffer,
+    Parked,
     PullRefused,
     check_same,
     checked_sides,
@@ -35,9 +37,8 @@ from kvxfer.connector.given_offer import (
 )
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.parked import Early, Parked
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
-from kvxfer.connector.untaken_kv import UntakenKV, why_given_up, why_lapsed
+from kvxfer.connector.unused_kv import UntakenKV, why_given_up, why_lapsed
 from kvxfer.connector.verifier import Digests, Verifier
 from kvxfer.errors import KvxferError
 from kvxfer.tensors.kv_digest import seed_of
@@ -161,7 +162,7 @@ class Source:
         self._ends = ends
         self._verifier = verifier
         self._incarnation = served.incarnation
-        self._resolver = PullResolver(served.manifest)
+        self._resolver, self._rank = PullResolver(served.manifest), str(served.manifest.rank)
         self._transports = served.transports
         self._server = server
         self._is_front_door = served.manifest.rank == RankId(0, 0)  # which writes for all ranks
@@ -180,7 +181,6 @@ class Source:
 
     @property
     def num_offers(self) -> int:
-        """Those that have not ended."""
         return len(self._live)
 
     @property
@@ -234,9 +234,7 @@ class Source:
             self._open_ready()
 
     def delay(self, request_ids: Sequence[str]) -> None:
-        """The engine keeps these requests' blocks until they are reported; at once if the offer is
-        over.
-        """
+        """Their blocks are kept until they are reported; at once if the offer is over."""
         for request_id in request_ids:
             offer = self._by_request.get(request_id)
             if offer is None:
@@ -248,7 +246,6 @@ class Source:
                 self._extend(offer, self._config.lease_s)  # only now a sink can hear of it
 
     def end(self, orders: Sequence[EndOffer]) -> None:
-        """Handle the offers that the engine has ended (:class:`Ends`)."""
         for order in orders:
             offer = self._live.get(order.nonce)
             if offer is not None:
@@ -265,9 +262,7 @@ class Source:
     # -------------------------------------------------- messages and completions
 
     def handle(self, identity: bytes, message: Pull | Release | Cancel | Keep | Find) -> None:
-        """A message about offers. Raises ProtocolError for one that the offer's state does not
-        allow.
-        """
+        """Raises ProtocolError for a message that the offer's state does not allow."""
         match message:
             case Keep():
                 for ref in message.offers:
@@ -307,7 +302,6 @@ class Source:
             self._break(offer, Reason.PEER_LOST)
 
     def on_completion(self, transport: SendingSource, completion: SourceCompletion) -> None:
-        """A chunk was packed, a stream was sent or has stopped."""
         stream = self._streams.get(completion.key)
         if isinstance(completion, Packed):
             if stream is None:
@@ -327,7 +321,6 @@ class Source:
             self._step(stream.offer, StreamDrained(stream.consumer))
 
     def _find(self, ref: OfferRef) -> GivenOffer | Reason:
-        """The offer, or why there is none."""
         if ref.incarnation != self._incarnation:
             return Reason.INCARNATION
         return self._live.get(ref.nonce) or self._over.get(ref.nonce) or Reason.UNKNOWN
@@ -664,8 +657,8 @@ class Source:
                 self._complete(offer, each)
 
     def _key(self, offer: GivenOffer, consumer: Consumer) -> TransferKey:
-        own = str(self._resolver.manifest.rank)
-        return TransferKey(offer.nonce, consumer.incarnation, str(consumer.rank), own)
+        ranks = str(consumer.rank), self._rank
+        return TransferKey(offer.nonce, consumer.incarnation, *ranks)
 
     # -------------------------------------------------- from opening to the end
 
@@ -719,9 +712,7 @@ class Source:
         offer.timer = self._io.after(at_s - self._io.now(), self._look, offer)
 
     def _look(self, offer: GivenOffer) -> None:
-        """Drop the claims of silent engines, break the offer if its lease is over, and look again
-        in time.
-        """
+        """Take what is due: claims of silent engines, a lease that is over."""
         now_s, lease_s = self._io.now(), self._config.lease_s
         self._look_at(offer, now_s + lease_s)  # first: a failure below must not stop the clock
         for event in offer.due(now_s, lease_s):
@@ -734,9 +725,7 @@ class Source:
             offer.timer.cancel()
 
     def _finish(self, offer: GivenOffer, reason: Reason | None) -> None:
-        """The offer is over and drained: report it if its blocks are kept, and remember its session
-        for repeated messages.
-        """
+        """Report it if its blocks are kept; the session answers repeated messages."""
         if reason is Reason.EXPIRED:
             endpoint, lease_s = self._resolver.manifest.control_endpoint, self._config.lease_s
             was_wanted = bool(offer.identities or offer.speakers)

@@ -31,14 +31,12 @@ MAX_CHARS = 1024
 
 
 def trace_of(request: RequestLike) -> TraceHeaders:
-    """The headers of the request's trace; none where the engine has none."""
     headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
     found = ((name, headers.get(name, "")) for name in NAMES)
     return tuple((name, text) for name, text in found if text and len(text) <= MAX_CHARS)
 
 
 def tell_of(loads: Iterable[LoadReport], rank: RankId) -> None:
-    """Make the spans of a rank's loads that the engine collects now."""
     if trace is None or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return  # nobody has set a provider
     now_s = time.monotonic()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvxfer.connector.records import SourceRef
@@ -43,8 +42,7 @@ class Peer(NamedTuple):
 ANY_PEER = Peer()
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """For the log. ``level`` is one of the logging module's."""
 
     level: int
@@ -91,12 +89,10 @@ class UnusedKV:
         return lines
 
     def works(self, source: SourceRef) -> None:
-        """A load from this engine succeeded."""
         if self._never_works:
             self._never_works.discard(Peer(source.engine_id, source.endpoint))
 
     def due(self, now_s: float) -> list[Line]:
-        """The summaries that are due."""
         return [
             _line(logging.WARNING, f"{kind.what}: {kind.reason}: {num} more like this{kind.peer}")
             for kind, num in self._limit.due(now_s)
@@ -136,3 +132,40 @@ def _line(level: int, sentence: str) -> Line:
 def printable(sentence: str) -> str:
     """On one line and of bounded length: parts of it are a client's or a peer's."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence[:MAX_CHARS])
+
+
+# ------------------------------------------------------------------ at a source
+
+
+class UntakenKV:
+    """The lines of a source about offers that no sink could use; one per engine, timed as above.
+    A sink that cannot connect writes to its own log only: its source learns of it when the lease
+    ends, when the sink connects and gives the offer up, or from a client.
+    """
+
+    def __init__(self) -> None:
+        self._limit: LogLimit[str] = LogLimit(MAX_KINDS)
+
+    def note(self, now_s: float, request_id: str, why: str) -> str | None:
+        why = printable(why)
+        num = self._limit.note(why, now_s)
+        more = f" ({num - 1} more like this)" if num > 1 else ""
+        return f"request {printable(request_id)}: KV not taken: {why}{more}" if num else None
+
+
+def why_lapsed(endpoint: str, lease_s: float, *, was_wanted: bool) -> str:
+    """``endpoint``: of the front door. ``was_wanted``: a sink had said that it wants it."""
+    if was_wanted:
+        return "a decode engine wanted it, and has not read it in time (lease_s, max_hold_s)"
+    return (
+        f"expected a decode engine at {endpoint} within {lease_s:g} s (lease_s), none came for it; "
+        "look whether it can reach that port, and what its allowed_peers and CURVE keys admit"
+    )
+
+
+def why_given_up(address: str, reason: Reason) -> str | None:
+    """The sink at this address ("": this host) has given an offer up; None: that is no fault."""
+    if reason not in NEVER_WORKS:
+        return None
+    where = f"at {address}" if address else "on this host"
+    return f"the decode engine {where} cannot use it: {reason.value}; its log says what to set"

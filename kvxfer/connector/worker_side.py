@@ -3,7 +3,7 @@
 Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
 translation. Orders go to the IO thread; what has ended comes back through
 :class:`~kvxfer.connector.ledger.Ledger`. No call waits, but for a load that is part of the step
-(:mod:`~kvxfer.connector.step_loads`), which has been promised to be there. An offer whose blocks
+(:mod:`~kvxfer.connector.loads`), which has been promised to be there. An offer whose blocks
 are taken back ends at once, in memory that the IO thread and the sinks read
 (:class:`~kvxfer.connector.board.Ends`).
 """
@@ -21,12 +21,13 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
-from kvxfer.connector.rank_service import Identity, RankService
+from kvxfer.connector.rank_service import LATE_S, RankService
 from kvxfer.connector.records import (
     NO_ORDERS,
     BlockPlaces,
     ConnectorMetadata,
     FoundOffer,
+    Identity,
     KVConnectorOutput,
     KVConnectorStats,
     NearSources,
@@ -43,10 +44,6 @@ from kvxfer.transports.base import LocalMemory
 
 HOST = torch.device("cpu")
 _LOOK_S = 0.01
-LATE_S = 1.0
-"""A load that is part of a step and has not ended by then is given up. It was promised because its
-offer stood on the board: it ends in milliseconds, unless its source or this host stands still.
-"""
 LOOK_AGAIN_S = 0.0002
 """How soon the engine's thread looks again whether such a load has ended."""
 
@@ -109,6 +106,7 @@ class WorkerConnector:
         self._begun: IsReady | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
+        self._with_empty_draft: set[str] = set()
         self._details: dict[str, str] = {}
         self._loading: set[str] = set()
         self._in_step: tuple[str, ...] = ()
@@ -145,7 +143,6 @@ class WorkerConnector:
         )
 
     def get_handshake_metadata(self) -> RankManifest:
-        """This rank's manifest; the scheduler side joins those of all ranks."""
         return self._running().manifest
 
     # -------------------------------------------------- one step
@@ -192,10 +189,7 @@ class WorkerConnector:
         self._loading.update(load.request_id for load in metadata.loads)
         self._in_step = tuple(load.request_id for load in metadata.loads if load.in_step)
         service, written, begun = self._running(), self._written, self._begun
-        if not self._in_step:
-            service.carry_out(metadata, written, begun)
-            return
-        copied = service.carry_out_now(metadata, written, begun, self._in_step, LATE_S)
+        copied = service.carry_out(metadata, written, begun, in_step=self._in_step)
         if copied is None:
             self._settle()
         for event in copied or ():
@@ -223,9 +217,7 @@ class WorkerConnector:
         """Nothing: sinks fetch KV from the pool."""
 
     def wait_for_save(self) -> None:
-        """End of the forward pass: record the ready event of the offers of which it has computed
-        something.
-        """
+        """Record the ready event of the offers that this forward pass has computed."""
         metadata = self._metadata
         if metadata.computed or metadata.grown:
             service, is_ready = self._running(), self._ready_event()
@@ -237,7 +229,6 @@ class WorkerConnector:
         return _is_ready if event is None else event.query
 
     def clear_connector_metadata(self) -> None:
-        """Forget the step's orders: the step is over."""
         self._metadata = NO_ORDERS
 
     # -------------------------------------------------- what has ended
@@ -254,7 +245,7 @@ class WorkerConnector:
         self._must_drain |= finished.must_drain
         self._found |= finished.found
         self._finding.difference_update(finished.found)
-        self._incomplete, self._details = {}, {}
+        self._incomplete, self._details, self._with_empty_draft = {}, {}, set()
         if finished is NONE_FINISHED:
             return None, None, {}
         received: set[str] = set()
@@ -264,8 +255,11 @@ class WorkerConnector:
             if report.reason is not None:
                 failed[report.request_id] = report.reason.value
                 self._details[report.request_id] = report.detail
-            elif report.incomplete_blocks:
+                continue
+            if report.incomplete_blocks:
                 self._incomplete[report.request_id] = report.incomplete_blocks
+            if report.has_empty_draft:
+                self._with_empty_draft.add(report.request_id)
         self._sending -= finished.sent
         self._loading -= received
         return set(finished.sent) or None, received or None, failed
@@ -284,17 +278,18 @@ class WorkerConnector:
         incomplete, self._incomplete = self._incomplete, {}
         return incomplete
 
-    def get_failure_details(self) -> dict[str, str]:
-        """Why loads failed, in words: of those that the last :meth:`get_transfer_results` has
-        returned, each once.
+    def get_loads_with_empty_draft(self) -> set[str]:
+        """The good loads among those that the last :meth:`get_transfer_results` has returned whose
+        source has no draft: nothing was written where the draft keeps its KV.
         """
+        return self._with_empty_draft
+
+    def get_failure_details(self) -> dict[str, str]:
         details, self._details = self._details, {}
         return details
 
     def take_must_drain(self) -> bool:
-        """Whether the engine was told to drain since the last call: tell
-        :meth:`SchedulerConnector.drain`.
-        """
+        """Was the engine told to drain? Then :meth:`SchedulerConnector.drain` is due."""
         must_drain, self._must_drain = self._must_drain, False
         return must_drain
 
@@ -321,21 +316,16 @@ class WorkerConnector:
         return msgspec.structs.replace(stats or KVConnectorStats(), gauges=changed)
 
     def take_near(self) -> NearSources | None:
-        """The sources from which loads may be part of a step, where :meth:`get_kv_connector_stats`
-        has found others than before.
-        """
+        """Where :meth:`get_kv_connector_stats` has found others than before."""
         near, self._near_news = self._near_news, None
         return near
 
     def take_found(self) -> dict[str, FoundOffer] | None:
-        """What has become of the offers that :class:`FindOffer` has named, since the last call; of
-        those that the last :meth:`get_transfer_results` has found.
-        """
+        """What the last :meth:`get_transfer_results` has found of :class:`FindOffer`."""
         found, self._found = self._found, {}
         return found or None
 
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
-        """The results above for this step's output; None if there are none."""
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
         stats, near = self.get_kv_connector_stats(), self.take_near()
         must_drain, found = self.take_must_drain(), self.take_found()
@@ -364,15 +354,11 @@ class WorkerConnector:
         return self._ledger.wait(timeout_s)
 
     def activity_fileno(self) -> int:
-        """A descriptor to poll for reading: readable until the next step has collected what
-        has ended.
-        """
+        """Readable until the next step has collected what has ended."""
         return self._ledger.fileno()
 
     def drain(self) -> None:
-        """The engine is to offer and load nothing new, as if an operator had told this rank. May be
-        called from any thread.
-        """
+        """As if an operator had told this rank. From any thread."""
         self._running().drain()
 
     def serve_open(self, timeout_s: float) -> bool:
@@ -390,9 +376,6 @@ class WorkerConnector:
         return not service.source.num_readable
 
     def shutdown(self) -> None:
-        """Break all offers, tell their consumers, end all loads, threads and sockets.
-        Idempotent.
-        """
         service, self._service = self._service, None
         if service is not None:
             service.shutdown()

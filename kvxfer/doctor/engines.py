@@ -25,8 +25,8 @@ from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.peer import HELLO_AGAIN_S, Peer
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import TRIALS_S
-from kvxfer.connector.rank_service import Identity, RankService
-from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.connector.rank_service import RankService
+from kvxfer.connector.records import ConnectorMetadata, Identity, SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.tensors.shared_memory import make_pool
 from kvxfer.transfer import wire

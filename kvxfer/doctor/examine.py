@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -31,7 +30,8 @@ WAIT_S = 30.0
 """Until an engine listens."""
 _HANDLES = {"shm": MemfdHandle, "cuda_ipc": CudaIpcHandle}
 
-Meet = Callable[[Config], Choices | Failure]
+_Met = tuple[str, int] | None
+"""The endpoint of an engine, and how many ranks it has."""
 
 
 def examine(config: Config, peer: str | None) -> Iterator[Row]:
@@ -48,7 +48,7 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     except ConfigError as exc:
         yield rows.failed_row("keys", State.FAIL, str(exc), "see kvxfer keys")
         return
-    yield from map(rows.limit_row, host.limits())
+    yield from host.limits()
     ports = config.for_engine(gives_kv=peer is None, num_ranks=1).for_rank(0)
     for wanted in (ports.control_ports, ports.data_ports):
         problems = {port: host.why_not_free(address, port) for port in wanted.in_order}
@@ -61,10 +61,14 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     found = call(config, _GPUS_S, gpus.looking)
     yield from _gpu_rows(config, found)
     device = torch.device("cuda", 0) if found and not isinstance(found, Failure) else HOST
-    if peer is None:
-        yield from _try_here(config, address, device)
-    else:
+    if peer is not None:
         yield from _try_peer(config, peer, device)
+        return
+    # Both engines have this host's address and keys, whoever else they admit
+    admitted = config.allowed_peers
+    admitted = None if admitted is None else (*admitted, address)
+    own = replace(config, allowed_peers=admitted, curve_server_keys=None)
+    yield from _wire_rows(own, device, None, {})
 
 
 def _gpu_rows(config: Config, found: tuple[rows.GpuFacts, ...] | Failure) -> Iterator[Row]:
@@ -83,24 +87,6 @@ def _gpu_rows(config: Config, found: tuple[rows.GpuFacts, ...] | Failure) -> Ite
         yield from rows.ipc_rows(tries)
 
 
-def _try_here(config: Config, address: str, device: torch.device) -> Iterator[Row]:
-    """Both engines have this host's address and keys, whoever else they admit."""
-    admitted = config.allowed_peers
-    admitted = None if admitted is None else (*admitted, address)
-    own = replace(config, allowed_peers=admitted, curve_server_keys=None)
-    yield from _wire_rows(own, device, partial(_meet_here, device), {})
-
-
-def _meet_here(device: torch.device, config: Config) -> Choices | Failure:
-    """With an engine of its own: a library that crashes takes no other wire with it."""
-    with Child(config, engines.waiting, config, device) as child:
-        endpoint = child.answer(WAIT_S)
-        if isinstance(endpoint, Failure):
-            return endpoint
-        met = _meet(device, endpoint, 1, config)
-    return child.crash() or met
-
-
 def _try_peer(config: Config, endpoint: str, device: torch.device) -> Iterator[Row]:
     problem = host.why_unreachable(*parse_endpoint(endpoint), config.connect_timeout_s)
     if problem:
@@ -116,15 +102,14 @@ def _try_peer(config: Config, endpoint: str, device: torch.device) -> Iterator[R
     yield Row("peer engine", State.OK, f"{seen} {greeted.hello_s * 1e3:.0f} ms")
     yield _ports_row(config, manifest)
     why_not = {wire: why for wire in AUTO[device.type] if (why := _not_offered(manifest, wire))}
-    meet = partial(_meet, device, endpoint, len(manifest.ranks))
-    yield from _wire_rows(config, device, meet, why_not)
+    yield from _wire_rows(config, device, (endpoint, len(manifest.ranks)), why_not)
 
 
 def _wire_rows(
-    config: Config, device: torch.device, meet: Meet, why_not: dict[str, str]
+    config: Config, device: torch.device, peer: _Met, why_not: dict[str, str]
 ) -> Iterator[Row]:
     """Each alone, then what the settings take. ``why_not``: tried only where they are asked for."""
-    chosen, tried = meet(config), set(AUTO[device.type])
+    chosen, tried = _meet(config, device, peer), set(AUTO[device.type])
     if not isinstance(chosen, Failure):
         tried = {name for each in chosen.values() for name in (each.transport, *each.reasons)}
     for wire in AUTO[device.type]:
@@ -137,7 +122,7 @@ def _wire_rows(
             continue
         yield rows.wire_row(
             f"wire {wire}",
-            meet(replace(config, transport=wire, min_gbps=None)),
+            _meet(replace(config, transport=wire, min_gbps=None), device, peer),
             is_needed=is_needed,
             note="" if wire in tried or not tried else f"; {config.transport} does not try it here",
             min_gbps=config.min_gbps,
@@ -148,9 +133,18 @@ def _wire_rows(
     yield replace(row, seen=f"{config.transport}: {row.seen}")
 
 
-def _meet(device: torch.device, endpoint: str, num_ranks: int, config: Config) -> Choices | Failure:
-    timeout_s = (1 + num_ranks) * engines.contact_s(config)
-    return call(config, timeout_s, engines.meeting, config, endpoint, device)
+def _meet(config: Config, device: torch.device, peer: _Met) -> Choices | Failure:
+    """None: an engine of its own, so that a library that crashes takes no other wire with it."""
+    if peer is not None:
+        endpoint, num_ranks = peer
+        timeout_s = (1 + num_ranks) * engines.contact_s(config)
+        return call(config, timeout_s, engines.meeting, config, endpoint, device)
+    with Child(config, engines.waiting, config, device) as child:
+        listens_at = child.answer(WAIT_S)
+        if isinstance(listens_at, Failure):
+            return listens_at
+        met = _meet(config, device, (listens_at, 1))
+    return child.crash() or met
 
 
 def _ports_row(config: Config, manifest: EngineManifest) -> Row:

@@ -1,4 +1,4 @@
-"""What this host has: limits, ports, libraries. Nothing here decides."""
+"""What this host has: limits, ports, libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from kvxfer.doctor.rows import Limit
+from kvxfer.doctor.rows import Row, limit_row
 from kvxfer.transports.native_peers import RDMA_DEVICES
 
 LIBRARIES = {
@@ -44,22 +44,24 @@ def versions(wire: str) -> dict[str, str]:
     return found
 
 
-def limits() -> Iterator[Limit]:
+def limits() -> Iterator[Row]:
     """What engines here meet, the least that is enough, and how to raise it."""
     has_rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
     # RDMA pins the staging of a connection, 32 MiB each way
     remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1"
-    yield Limit("memlock", _hard(resource.RLIMIT_MEMLOCK), has_rdma * 64 * _MIB, remedy)
+    yield limit_row("memlock", _hard(resource.RLIMIT_MEMLOCK), has_rdma * 64 * _MIB, remedy)
     # A source rank takes about 15, and each peer some; a rank raises its soft limit to the hard one
     remedy = "ulimit -Hn 65536; in a container --ulimit nofile=65536"
-    yield Limit("open files", _hard(resource.RLIMIT_NOFILE), 4096, remedy, is_nbytes=False)
+    yield limit_row("open files", _hard(resource.RLIMIT_NOFILE), 4096, remedy, is_nbytes=False)
     # Docker gives 64 MiB, which serving frameworks with several ranks fill
     remedy = "in a container --shm-size=8g, --ipc=host, or an emptyDir in memory"
     shm = Path("/dev/shm")
-    yield Limit("/dev/shm", shutil.disk_usage(shm).free if shm.is_dir() else 0, 128 * _MIB, remedy)
+    yield limit_row(
+        "/dev/shm", shutil.disk_usage(shm).free if shm.is_dir() else 0, 128 * _MIB, remedy
+    )
     # Two processes with PyTorch, a pool each, and their staging
     remedy = "raise the container's memory limit, which pools of host memory count to"
-    yield Limit("memory", free_host_nbytes(), 1024 * _MIB, remedy)
+    yield limit_row("memory", free_host_nbytes(), 1024 * _MIB, remedy)
 
 
 def _hard(kind: int) -> int | None:

@@ -40,17 +40,6 @@ def status(rows: Iterable[Row]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """``amount`` None: there is none. Below ``least``: a warning with the remedy."""
-
-    name: str
-    amount: int | None
-    least: int
-    remedy: str
-    is_nbytes: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class GpuFacts:
     """``reaches``: the numbers of the GPUs whose memory it can map."""
 
@@ -74,16 +63,16 @@ class IpcTry:
     gb_per_s: float = 0.0
 
 
-def limit_row(limit: Limit) -> Row:
-    thing, amount = f"limit {limit.name}", limit.amount
+def limit_row(
+    name: str, amount: int | None, least: int, remedy: str, *, is_nbytes: bool = True
+) -> Row:
+    """``amount`` None: there is no limit."""
     if amount is None:
-        return Row(thing, State.OK, "no limit")
-    shown, least = (
-        (f"{each >> 20:,} MiB" if limit.is_nbytes else f"{each}") for each in (amount, limit.least)
-    )
-    if amount >= limit.least:
-        return Row(thing, State.OK, shown)
-    return Row(thing, State.WARN, f"expected at least {least}, got {shown}", limit.remedy)
+        return Row(f"limit {name}", State.OK, "no limit")
+    has, needs = (f"{each >> 20:,} MiB" if is_nbytes else f"{each}" for each in (amount, least))
+    if amount >= least:
+        return Row(f"limit {name}", State.OK, has)
+    return Row(f"limit {name}", State.WARN, f"expected at least {needs}, got {has}", remedy)
 
 
 def port_row(address: str, setting: str, ports: str, problem: str, owner: str) -> Row:

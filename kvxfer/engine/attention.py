@@ -23,6 +23,21 @@ from kvxfer.tensors.attention import CommonAttentionMetadata, ForwardConfig, Mul
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """What a token at position p sees: positions (p - window, p], those of its own chunk of so many
+    tokens up to p, or all up to p.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_seen(self, position: int) -> int:
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """One step of R requests with T new tokens in all, for one cache group.
 
@@ -118,19 +133,17 @@ class PagedBackend:
 
     @classmethod
     def attend(
-        cls, query: Tensor, kv_cache: Tensor, meta: AttentionMetadata, window: int | None = None
+        cls, query: Tensor, kv_cache: Tensor, meta: AttentionMetadata, sight: Sight
     ) -> Tensor:
         """Causal attention of ``query`` [T, query heads, head_size] over what the cache holds; same
         shape.
-
-        ``window``: a token at position p sees positions (p - window, p]; None: all up to p.
         """
         output = torch.empty_like(query)
         ratio = meta.block_tokens // kv_cache.shape[2]
         for index, seq_len in enumerate(meta.seq_lens):
             begin, end = meta.query_starts[index], meta.query_starts[index + 1]
             num_new = end - begin
-            first_seen = 0 if window is None else max(0, seq_len - num_new - window + 1)
+            first_seen = sight.first_seen(seq_len - num_new)
             first_block = first_seen // meta.block_tokens
             ids = meta.block_table[index, first_block : -(-seq_len // meta.block_tokens)]
             if ratio > 1:
@@ -139,7 +152,7 @@ class PagedBackend:
             key, value = (
                 plane[:, first_seen - base : seq_len - base] for plane in cls._gather(kv_cache, ids)
             )
-            output[begin:end] = _attend_one(query[begin:end], key, value, window)
+            output[begin:end] = _attend_one(query[begin:end], key, value, sight)
         return output
 
 
@@ -173,7 +186,7 @@ class _NhdBackend(PagedBackend):
 
     name = "NHD"
     stride_order = (1, 0, 2, 3, 4)
-    kernel_block_sizes = (8, 16, 32, 64)
+    kernel_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (8, 16, 32, 64)
 
     @classmethod
     def _gather(cls, kv_cache: Tensor, kernel_block_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,6 +195,16 @@ class _NhdBackend(PagedBackend):
             for plane in kv_cache.unbind()
         )
         return key, value
+
+
+class _HndPagesBackend(_NhdBackend):
+    """HND with all of a block in one place, [blocks, 2, heads, block tokens, head_size]: so that a
+    block of the same buffer can be a state's.
+    """
+
+    name = "HND"
+    stride_order = (1, 0, 3, 2, 4)
+    kernel_block_sizes = (MultipleOf(8),)
 
 
 _BACKENDS: dict[str, type[PagedBackend]] = {"HND": _HndBackend, "NHD": _NhdBackend}
@@ -193,7 +216,11 @@ def attention_backend(name: str) -> type[PagedBackend]:
     return _BACKENDS[name]
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+def beside_states(backend: type[PagedBackend]) -> type[PagedBackend]:
+    return _HndPagesBackend if backend is _HndBackend else backend
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
     """One request: query [new, query heads, D], key and value [kv heads, context, D], which begin
     at the first position that the first query sees -> [new, query heads, D].
     """
@@ -208,23 +235,29 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, window: int | None) -
         return attended.reshape(1, num_query_heads, head_size)
     heads = query.transpose(0, 1).reshape(num_kv_heads, group, num_new, head_size)
     key, value = (plane[:, None].expand(-1, group, -1, -1) for plane in (key, value))
-    mask = _mask(num_new, context, window, query.device)
+    mask = _mask(num_new, context, sight, query.device)
     attended = scaled_dot_product_attention(
         heads, key, value, attn_mask=mask, is_causal=mask is None
     )
     return attended.flatten(0, 1).transpose(0, 1)
 
 
-def _mask(num_new: int, context: int, window: int | None, device: torch.device) -> Tensor | None:
+def _mask(num_new: int, context: int, sight: Sight, device: torch.device) -> Tensor | None:
     """Which of the context each new token sees, [new, context]; None: plain causal order."""
-    is_windowed = window is not None and window < context
-    if num_new == context and not is_windowed:
+    # A context begins at the first token that the first new one sees: with a chunk.
+    is_narrow = (sight.window or sight.chunk or context) < context
+    if num_new == context and not is_narrow:
         return None
     # Row i sees the context before the step and the new tokens up to itself, which is column
-    # (context - new + i), and of these the last `window`.
+    # (context - new + i), and of these the last `window`, or those of its chunk.
     own = context - num_new
     mask = torch.ones(num_new, context, dtype=torch.bool, device=device).tril(own)
-    return mask.triu(own - window + 1) if is_windowed and window is not None else mask
+    if is_narrow and sight.window is not None:
+        return mask.triu(own - sight.window + 1)
+    if is_narrow and sight.chunk is not None:
+        chunk_of = torch.arange(context, device=device) // sight.chunk
+        return mask & (chunk_of[own:, None] == chunk_of)
+    return mask
 
 
 @dataclass(slots=True, eq=False)
@@ -232,16 +265,22 @@ class PagedAttention:
     """One attention layer on one rank.
 
     ``num_kv_heads``: of this rank. ``sliding_window``: tokens that a token sees, itself among them;
-    None for all. ``kv_sharing_target_layer_name``: the layer whose cache it reads instead of having
-    its own. ``kv_cache``: empty until ``bind_kv_cache`` sets it, in the backend's logical shape.
+    ``attention_chunk_size``: of its own chunk of so many tokens; None for all.
+    ``kv_sharing_target_layer_name``: the layer whose cache it reads instead of having its own.
+    ``kv_cache``: empty until ``bind_kv_cache`` sets it, in the backend's logical shape.
     """
 
     num_kv_heads: int
     head_size: int
     backend: type[PagedBackend]
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
     kv_sharing_target_layer_name: str | None = None
     kv_cache: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def sight(self) -> Sight:
+        return Sight(self.sliding_window, self.attention_chunk_size)
 
     def get_attn_backend(self) -> type[PagedBackend]:
         return self.backend
@@ -250,21 +289,25 @@ class PagedAttention:
         self.backend.write(self.kv_cache, key, value, meta)
 
     def attend(self, query: Tensor, meta: AttentionMetadata) -> Tensor:
-        return self.backend.attend(query, self.kv_cache, meta, self.sliding_window)
+        return self.backend.attend(query, self.kv_cache, meta, self.sight)
 
 
 def paged_layers(
     model: ModelConfig, shard: TpShard, backend: type[PagedBackend]
 ) -> dict[str, PagedAttention]:
+    """The layers of attention, by name."""
+    backend = beside_states(backend) if model.state_layers else backend
     return {
         layer.name: PagedAttention(
             num_kv_heads=shard.kv_hi - shard.kv_lo,
             head_size=model.head_size,
             backend=backend,
             sliding_window=layer.window,
+            attention_chunk_size=layer.chunk,
             kv_sharing_target_layer_name=layer.target,
         )
         for layer in attention_layers(model)
+        if not layer.is_state
     }
 
 
@@ -284,7 +327,7 @@ class ForwardContext:
 
     cache_config: EngineConfig
     model_config: ModelConfig
-    static_forward_context: dict[str, PagedAttention]
+    static_forward_context: Mapping[str, object]
 
     @property
     def compilation_config(self) -> ForwardContext:

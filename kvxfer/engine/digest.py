@@ -9,11 +9,12 @@ in the copy arithmetic cannot hide in it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import UnsetType
 from msgspec.structs import replace
 
 from kvxfer.transfer.layout import Interior, Region
@@ -89,8 +90,11 @@ def kv_digests(
     too few of them, or a region whose heads cannot be told apart.
     """
     memory = memoryview(buffer.numpy().data)
-    planes = []
+    planes: list[PlaneDigest] = []
     for region in regions:
+        if not isinstance(region.state_tokens, UnsetType):
+            planes += _digest_state(region, region.state_tokens, memory, block_ids, num_tokens)
+            continue
         table = _table(region, block_ids, num_tokens)
         first_token = min(_num_dropped(region, table) * region.block_tokens, num_tokens)
         for head in range(region.head_lo, region.head_hi):
@@ -190,6 +194,24 @@ def _num_dropped(region: Region, table: Sequence[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda block: block == _DROPPED, table))
 
 
+def _digest_state(
+    region: Region,
+    state_tokens: int,
+    memory: memoryview,
+    block_ids: Sequence[Sequence[int]],
+    num_tokens: int,
+) -> Iterator[PlaneDigest]:
+    """One digest of each head, of all steps, in the place of the last token's."""
+    last = max(0, num_tokens - 1)
+    steps = range(region.block_tokens if num_tokens else 0)
+    table = block_ids[region.group][last // state_tokens :][:1]
+    for head in range(region.head_lo, region.head_hi):
+        tokens = _digest_head(region, memory, table, steps, head)
+        if tokens:
+            tokens = blake2b(tokens, digest_size=DIGEST_NBYTES).digest()
+        yield PlaneDigest(region.layer, region.plane, head, tokens, last)
+
+
 def _digest_head(
     region: Region, memory: memoryview, block_ids: Sequence[int], tokens: range, head: int
 ) -> bytes:
@@ -228,8 +250,11 @@ def _inner_bytes(region: Region, memory: memoryview, address: int) -> bytes:
 
 
 def _shares_no_token(ours: PlaneDigest, theirs: PlaneDigest) -> bool:
-    """Is nothing compared, though there is something to compare?"""
-    is_empty = ours.end == 0 and theirs.end == 0
+    """Is nothing compared, though there is something to compare? Not where a side holds no token
+    because a chunk begins with the next one.
+    """
+    pairs = (ours, theirs), (theirs, ours)
+    is_empty = any(not one.tokens and one.first_token >= other.end for one, other in pairs)
     return not is_empty and max(ours.first_token, theirs.first_token) >= min(ours.end, theirs.end)
 
 

@@ -15,7 +15,7 @@ import zmq
 from kvxfer.connector.aggregator import KVOutputAggregator
 from kvxfer.connector.metrics import add, of_scheduler, of_worker
 from kvxfer.connector.scheduler_side import SchedulerConnector
-from kvxfer.connector.untaken_kv import UntakenKV
+from kvxfer.connector.unused_kv import UntakenKV
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.links import Activity, DriverLink, Output, Started

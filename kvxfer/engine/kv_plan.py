@@ -15,10 +15,19 @@ from kvxfer.cache.planning import (
     get_kv_cache_config,
     unify_kv_cache_configs,
 )
-from kvxfer.cache.specs import KVCacheConfig, KVCacheSpec, attention_layer_spec
+from kvxfer.cache.specs import KVCacheConfig, KVCacheSpec, MambaSpec, attention_layer_spec
 from kvxfer.engine.config import EngineConfig
-from kvxfer.engine.model_config import ModelConfig, TpShard, attention_layers, shard_for
+from kvxfer.engine.model_config import (
+    ModelConfig,
+    TpShard,
+    attention_layers,
+    shard_for,
+    state_shard,
+)
 from kvxfer.errors import ConfigError
+
+STATE_DTYPES = ("bfloat16", "float32")
+"""Of a state's rows and its recurrence: both hold the layer's whole numbers exactly."""
 
 
 def plan_kv_caches(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheConfig, ...]:
@@ -66,15 +75,26 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
 def kv_cache_specs(
     config: EngineConfig, model: ModelConfig, shard: TpShard
 ) -> dict[str, KVCacheSpec]:
-    """What each layer of a rank keeps, in order of depth; without those that read another's."""
+    """What each layer of a rank keeps, in order of depth; without those that read another's.
+
+    With a prefix cache there is a state in each block, else one that is written over in place.
+    """
+    state_tokens = config.block_size if config.enable_prefix_caching else config.max_model_len
     return {
-        layer.name: attention_layer_spec(
+        layer.name: MambaSpec(
+            block_size=state_tokens,
+            shapes=state_shard(model, shard, config.layout).shapes,
+            dtypes=STATE_DTYPES,
+        )
+        if layer.is_state
+        else attention_layer_spec(
             layer.name,
             block_size=config.block_size,
             num_kv_heads=shard.kv_hi - shard.kv_lo,
             head_size=model.head_size,
             dtype=model.dtype,
             sliding_window=layer.window,
+            attention_chunk_size=layer.chunk,
         )
         for layer in attention_layers(model)
         if layer.target is None

@@ -7,8 +7,7 @@ import threading
 from functools import partial
 from typing import Any
 
-from kvxfer.connector.exporter import Exporter
-from kvxfer.connector.metrics import Kind, Tables
+from kvxfer.connector.metrics import Exporter, Kind, Tables
 from kvxfer.errors import ConfigError
 
 PREFIX = "kvxfer_"

@@ -17,12 +17,13 @@ from torch.nn.functional import embedding, linear, silu
 
 from kvxfer.engine.attention import AttentionMetadata, PagedAttention
 from kvxfer.engine.model_config import Llama3Rope, ModelConfig, shard_for
+from kvxfer.engine.state import StateLayer
 from kvxfer.engine.weights import LayerWeights, LlamaWeights
 
 
 class LlamaModel:
-    """One rank of a decoder. ``layers``: its attention layers by name, bound to a cache before the
-    first step. ``all_reduce``: returns the sum of its argument over all ranks (in place or not).
+    """One rank of a decoder. ``layers``: those with a cache, by name, bound to it before the first
+    step. ``all_reduce``: returns the sum of its argument over all ranks (in place or not).
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class LlamaModel:
         *,
         tp_rank: int,
         tp_size: int,
-        layers: Mapping[str, PagedAttention],
+        layers: Mapping[str, PagedAttention | StateLayer],
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.config = config
@@ -59,8 +60,12 @@ class LlamaModel:
         cos, sin = (table.to(hidden.dtype)[:, None] for table in (angles.cos(), angles.sin()))
         for layer, (name, paged) in zip(self._weights.layers, self._layers.items(), strict=True):
             normed = self._norm(hidden, layer.input_norm)
-            attended = self._attention(normed, cos, sin, layer, paged, attn_metadata[name])
-            hidden = hidden + self._sum(attended)
+            meta = attn_metadata[name]
+            if isinstance(paged, StateLayer):
+                mixed = _state(normed, token_ids, layer, paged, meta)
+            else:
+                mixed = self._attention(normed, cos, sin, layer, paged, meta)
+            hidden = hidden + self._sum(mixed)
             normed = self._norm(hidden, layer.post_attention_norm)
             gate, up = linear(normed, layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + self._sum(linear(silu(gate) * up, layer.down))
@@ -97,6 +102,18 @@ class LlamaModel:
         exact = hidden.float()
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return weight * (exact * scale).to(hidden.dtype)
+
+
+def _state(
+    hidden: Tensor,
+    token_ids: Tensor,
+    layer: LayerWeights,
+    paged: StateLayer,
+    meta: AttentionMetadata,
+) -> Tensor:
+    assert layer.state is not None
+    state = paged.advance(token_ids, layer.state, meta).to(hidden.dtype)
+    return linear(state * silu(linear(hidden, layer.qkv)), layer.output)
 
 
 def _keep(partial: Tensor) -> Tensor:

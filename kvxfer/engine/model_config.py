@@ -1,7 +1,7 @@
 """The configuration of a Llama-family model, and how it is read from files.
 
-Layers may differ in what they see (all tokens, or a sliding window) and in whose KV they read
-(their own, or that of an earlier layer).
+Layers may differ in what they see (all tokens, a sliding window, or a chunk) and in whose KV they
+read (their own, or that of an earlier layer). Some may keep a state in place of KV.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvxfer.errors import ModelError
+from kvxfer.transfer.states import StatePart, part_heads
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,6 +33,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ``weights``: the folder of the safetensors files, or None for seeded random weights.
     ``windows``: for each layer how many tokens a token sees, itself among them, None for all; empty
     where every layer sees all. ``num_kv_shared_layers``: the last so many layers keep no KV.
+    ``has_chunks``: the windows are chunks, a token sees those of its own up to itself.
+    ``state_layers``: the numbers of the layers that keep a state (:mod:`kvxfer.engine.state`).
     """
 
     # omit_defaults: the name of the weights is a hash of these fields, and must not change for
@@ -55,14 +58,23 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     weights: Path | None
     windows: tuple[int | None, ...] = ()
     num_kv_shared_layers: int = 0
+    has_chunks: bool = False
+    state_layers: tuple[int, ...] = ()
+    num_state_heads: int = 8
+    num_state_groups: int = 2
+    state_head_size: int = 16
 
 
 class LayerAttention(msgspec.Struct, frozen=True, kw_only=True):
-    """``window``: tokens seen, itself among them; None: all. ``target``: whose KV it reads."""
+    """``window``: tokens seen, itself among them; None: all. ``chunk``: of its own chunk of so many
+    tokens instead. ``target``: whose KV it reads. ``is_state``: it sees none of them, but a state.
+    """
 
     name: str
     window: int | None = None
+    chunk: int | None = None
     target: str | None = None
+    is_state: bool = False
 
 
 class TpShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,14 +122,21 @@ BUILT_IN_MODELS = {
         windows=(_WINDOW_TOKENS, None) * 3,
         num_kv_shared_layers=2,
     ),
+    "chunked": msgspec.structs.replace(
+        DEFAULT_MODEL, model_type="chunked", windows=(_WINDOW_TOKENS, None) * 2, has_chunks=True
+    ),
+    "states": msgspec.structs.replace(DEFAULT_MODEL, model_type="states", state_layers=(0, 2)),
 }
-"""Models by name, with seeded random weights: sliding and full layers in turn, and the same with
-two layers that read the KV of the two before them."""
+"""Models by name, with seeded random weights: sliding and full layers in turn, the same with two
+layers that read the KV of the two before them, chunks in place of the windows, and states."""
 
 
 def layer_names(config: ModelConfig) -> tuple[str, ...]:
     """The names under which the layers' KV is known to the other engine, in order of depth."""
-    return tuple(f"model.layers.{layer}.self_attn" for layer in range(config.num_layers))
+    return tuple(
+        f"model.layers.{layer}.{'mixer' if layer in config.state_layers else 'self_attn'}"
+        for layer in range(config.num_layers)
+    )
 
 
 def attention_layers(config: ModelConfig) -> tuple[LayerAttention, ...]:
@@ -138,6 +157,11 @@ def attention_layers(config: ModelConfig) -> tuple[LayerAttention, ...]:
             f"num_kv_shared_layers: expected 0 to {config.num_layers - 1} of {config.num_layers} "
             f"layers, got {config.num_kv_shared_layers}"
         )
+    if config.state_layers and (config.num_kv_shared_layers or config.windows):
+        raise ModelError(
+            "state_layers: expected neither windows nor num_kv_shared_layers beside them, got "
+            f"{config.windows} and {config.num_kv_shared_layers}"
+        )
     own = dict(zip(windows[:num_own], names[:num_own], strict=True))  # the last one of a kind stays
     for name, window in zip(names, windows, strict=True):
         if window is not None and window < 1:
@@ -148,24 +172,34 @@ def attention_layers(config: ModelConfig) -> tuple[LayerAttention, ...]:
                 f"first {num_own}, got none; share fewer layers"
             )
     return tuple(
-        LayerAttention(name=name, window=window, target=None if index < num_own else own[window])
+        LayerAttention(
+            name=name,
+            window=None if config.has_chunks else window,
+            chunk=window if config.has_chunks else None,
+            target=None if index < num_own else own[window],
+            is_state=index in config.state_layers,
+        )
         for index, (name, window) in enumerate(zip(names, windows, strict=True))
     )
 
 
 def attention_pattern(config: ModelConfig) -> str:
     """What the layers see and share, as both sides of a transfer must have it: "full", or layer by
-    layer ("48, full, 48, full=1": the last one reads the KV of layer 1).
+    layer ("48, full, 48, full=1": the last one reads the KV of layer 1; "chunk 48").
     """
     layers = attention_layers(config)
-    if all(layer.window is None and layer.target is None for layer in layers):
-        return "full"
     index = {layer.name: number for number, layer in enumerate(layers)}
-    return ", ".join(
-        ("full" if layer.window is None else str(layer.window))
-        + ("" if layer.target is None else f"={index[layer.target]}")
+    seen = [
+        _seen(layer) + ("" if layer.target is None else f"={index[layer.target]}")
         for layer in layers
-    )
+    ]
+    return "full" if set(seen) == {"full"} else ", ".join(seen)
+
+
+def _seen(layer: LayerAttention) -> str:
+    if layer.is_state:
+        return "state"
+    return f"chunk {layer.chunk}" if layer.chunk else str(layer.window or "full")
 
 
 def shard_for(config: ModelConfig, tp_rank: int, tp_size: int) -> TpShard:
@@ -203,6 +237,54 @@ def shard_for(config: ModelConfig, tp_rank: int, tp_size: int) -> TpShard:
         kv_hi=kv_lo + max(1, num_kv // tp_size),
         mlp_lo=tp_rank * mlp,
         mlp_hi=(tp_rank + 1) * mlp,
+    )
+
+
+NUM_TAPS = 4
+"""Of the convolution in front of a state: it keeps one row less."""
+
+
+class StateShard(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank owns of a layer that keeps a state: heads, and the groups that they need.
+    ``is_turned``: the convolution's rows are kept [channel][step], else [step][channel].
+    """
+
+    heads: tuple[int, ...]
+    groups: tuple[int, ...]
+    heads_per_group: int
+    head_size: int
+    is_turned: bool
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the rows and of the recurrence."""
+        conv = (NUM_TAPS - 1, (len(self.heads) + len(self.groups)) * self.head_size)
+        return conv[::-1] if self.is_turned else conv, (len(self.heads), self.head_size)
+
+
+def conv_parts(config: ModelConfig) -> tuple[StatePart, StatePart]:
+    """What the convolution is of, over all ranks: x of each head, g of each group of heads."""
+    size = config.state_head_size
+    return StatePart("x", config.num_state_heads, size), StatePart(
+        "g", config.num_state_groups, size
+    )
+
+
+def state_shard(config: ModelConfig, shard: TpShard, layout: str) -> StateShard:
+    """``layout`` NHD keeps the rows turned. Raises ModelError where ranks cannot share equally."""
+    try:
+        heads, groups = (
+            tuple(range(*part_heads(part, shard.tp_rank, shard.tp_size)))
+            for part in conv_parts(config)
+        )
+    except ValueError as exc:
+        raise ModelError(f"tp_size: {exc}; choose another TP size") from exc
+    return StateShard(
+        heads=heads,
+        groups=groups,
+        heads_per_group=config.num_state_heads // config.num_state_groups,
+        head_size=config.state_head_size,
+        is_turned=layout == "NHD",
     )
 
 

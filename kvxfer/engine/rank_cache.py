@@ -12,18 +12,32 @@ import torch
 from torch import Tensor
 
 from kvxfer.cache.manager import NO_BLOCK
-from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
+from kvxfer.cache.specs import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kvxfer.engine.attention import (
     AttentionMetadata,
     ForwardContext,
     PagedAttention,
     PagedBackend,
+    Sight,
     paged_layers,
     sharing_layers,
 )
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.kv_plan import plan_kv_caches
-from kvxfer.engine.model_config import ModelConfig, TpShard
+from kvxfer.engine.model_config import (
+    ModelConfig,
+    TpShard,
+    attention_layers,
+    state_shard,
+)
+from kvxfer.engine.state import StateLayer, layer_regions
 from kvxfer.tensors.attention import (
     AttentionGroup,
     build_attn_metadata,
@@ -86,7 +100,7 @@ def step_tables(
         slots = [
             slot
             for request, blocks in zip(requests, tables, strict=True)
-            for slot in _new_slots(request, blocks, group.kv_cache_spec.block_size)
+            for slot in _new_slots(request, blocks, group.kv_cache_spec)
         ]
         slot_mappings.append(torch.tensor(slots, dtype=torch.int64, device=device))
     return _StepTables(
@@ -102,7 +116,10 @@ def step_tables(
     )
 
 
-def _new_slots(request: RequestStep, blocks: Sequence[int], block_size: int) -> list[int]:
+def _new_slots(request: RequestStep, blocks: Sequence[int], spec: KVCacheSpec) -> list[int]:
+    if isinstance(spec, MambaSpec):
+        return [0] * request.num_new_tokens  # of a state only its block counts
+    block_size = spec.block_size
     slots: list[int] = []
     token = request.num_computed_tokens
     while token < request.seq_len:
@@ -122,21 +139,27 @@ def _check(index: int, request: RequestStep, groups: Sequence[KVCacheGroupSpec])
                 f"request {index}: expected blocks for {request.seq_len} tokens in group {number}, "
                 f"got {len(blocks)} of {block_size} tokens"
             )
-        first_seen = _first_seen(request.num_computed_tokens, group.kv_cache_spec) // block_size
-        seen = blocks[first_seen : -(-request.seq_len // block_size)]
-        if NO_BLOCK in seen:
-            position = first_seen + seen.index(NO_BLOCK)
-            raise ValueError(
-                f"request {index}: expected a block at position {position} of group {number}, "
-                "which a new token sees, got none"
-            )
+        for position in _seen_blocks(request, group.kv_cache_spec):
+            if blocks[position] == NO_BLOCK:
+                raise ValueError(
+                    f"request {index}: expected a block at position {position} of group {number}, "
+                    "which a new token sees, got none"
+                )
 
 
-def _first_seen(num_computed_tokens: int, spec: KVCacheSpec) -> int:
-    """The first position that the next token sees, of a layer that keeps what ``spec`` says."""
-    if isinstance(spec, SlidingWindowSpec):
-        return max(0, num_computed_tokens - spec.sliding_window + 1)
-    return 0
+def _seen_blocks(request: RequestStep, spec: KVCacheSpec) -> Sequence[int]:
+    """Positions of the blocks that the new tokens see, of a layer that keeps what ``spec`` says."""
+    sight = Sight()
+    match spec:
+        case SlidingWindowSpec():
+            sight = Sight(window=spec.sliding_window)
+        case ChunkedLocalAttentionSpec():
+            sight = Sight(chunk=spec.attention_chunk_size)
+        case MambaSpec():  # the state before the step, and the one after it
+            ends = (request.num_computed_tokens, request.seq_len)
+            return [(end - 1) // spec.block_size for end in ends if end > 0]
+    first_seen = sight.first_seen(request.num_computed_tokens)
+    return range(first_seen // spec.block_size, -(-request.seq_len // spec.block_size))
 
 
 log = logging.getLogger("kvxfer.engine")
@@ -159,8 +182,14 @@ class RankCache:
         """Raises ConfigError for a cache that cannot be planned, ValueError for wrong blocks."""
         self._device = torch.device(config.rank_devices[shard.tp_rank])
         self.config: KVCacheConfig = plan_kv_caches(config, model)[shard.tp_rank]
-        self.layers: dict[str, PagedAttention] = paged_layers(model, shard, backend)
-        sharing = sharing_layers(self.layers)
+        attention = paged_layers(model, shard, backend)
+        sharing = sharing_layers(attention)
+        self.layers: dict[str, PagedAttention | StateLayer] = {
+            layer.name: StateLayer(state_shard(model, shard, config.layout))
+            if layer.is_state
+            else attention[layer.name]
+            for layer in attention_layers(model)
+        }
         runner_only: set[str] = set()
         groups = self.config.kv_cache_groups
         add_kv_sharing_layers_to_kv_cache_groups(sharing, groups, runner_only)
@@ -192,7 +221,16 @@ class RankCache:
         self.buffer = self._pool.tensor
         self.memory = LocalMemory((self.buffer,), (self._pool.info,))
         self.regions: tuple[Region, ...] = kv_regions(
-            self.config, kv_caches, backends, [self.buffer], shard.kv_lo, shard.kv_hi
+            _without_states(self.config),
+            *(kv_caches, backends, [self.buffer], shard.kv_lo, shard.kv_hi),
+        ) + tuple(
+            region
+            for number, group in enumerate(groups)
+            if isinstance(spec := group.kv_cache_spec, MambaSpec)
+            for name in group.layer_names
+            for region in layer_regions(
+                name, kv_caches[name], self.buffer, model, shard, group=number, spec=spec
+            )
         )
         if shard.tp_rank == 0:
             log.debug(
@@ -216,3 +254,14 @@ class RankCache:
 
     def close(self) -> None:
         self._pool.close()
+
+
+def _without_states(config: KVCacheConfig) -> KVCacheConfig:
+    """The same groups, of which those of states name no layer."""
+    groups = [
+        KVCacheGroupSpec([], group.kv_cache_spec)
+        if isinstance(group.kv_cache_spec, MambaSpec)
+        else group
+        for group in config.kv_cache_groups
+    ]
+    return KVCacheConfig(config.num_blocks, config.kv_cache_tensors, groups)

@@ -21,7 +21,7 @@ from kvxfer.cache.hashing import (
 from kvxfer.cache.kv_cache_manager import CacheHit, KVCacheManager
 from kvxfer.cache.kv_events import KVCacheEvent, KVEventLog
 from kvxfer.cache.metrics import PrefixCacheStats, PrefixCachingMetrics
-from kvxfer.cache.specs import KVCacheConfig
+from kvxfer.cache.specs import KVCacheConfig, MambaSpec
 from kvxfer.connector.params import OfferWanted, parse_params
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.request import Request
@@ -40,6 +40,8 @@ class RequestBlocks:
             max_step_tokens=config.max_num_batched_tokens,
             events=KVEventLog() if config.enable_kv_cache_events else None,
         )
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self.keeps_states = any(isinstance(spec, MambaSpec) for spec in specs)
         self._prefix_metrics = PrefixCachingMetrics()
         self._hash_function, self._hash_root = _names(config)
 
@@ -131,12 +133,24 @@ class RequestBlocks:
         if request_id in self._manager:
             self._manager.free(request_id)
 
+    def is_offered(self, request: Request) -> bool:
+        return self._config.role in {Role.PREFILL, Role.BOTH} and isinstance(
+            parse_params(request.kv_transfer_params), OfferWanted
+        )
+
+    def cut_step(self, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """A step of so many tokens, or a shorter one that ends with a block where states are cached
+        at the ends of blocks.
+        """
+        end = num_computed_tokens + num_new_tokens
+        if self.keeps_states and self._config.enable_prefix_caching:
+            last = end - end % self._manager.alignment_tokens
+            end = last if last > num_computed_tokens else end
+        return end - num_computed_tokens
+
     def _num_held_tokens(self, request: Request) -> int | None:
         """A sink computes the last prompt token itself: what it looks at must stay."""
-        if self._config.role not in {Role.PREFILL, Role.BOTH}:
-            return None
-        is_offered = isinstance(parse_params(request.kv_transfer_params), OfferWanted)
-        return request.num_prompt_tokens - 1 if is_offered else None
+        return request.num_prompt_tokens - 1 if self.is_offered(request) else None
 
     def _name_full_blocks(self, request: Request) -> None:
         if self._config.enable_prefix_caching:

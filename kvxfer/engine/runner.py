@@ -110,7 +110,10 @@ class Runner:
             device=self._device,
         )
         elements = Elements(model.dtype)
-        regions = (replace(region, elements=elements) for region in self._cache.regions)
+        regions = (
+            region if region.is_state else replace(region, elements=elements)
+            for region in self._cache.regions
+        )
         connector.register_kv_caches(tuple(regions), self._cache.memory)
         return connector
 

@@ -23,6 +23,7 @@ from kvxfer.cache.kv_cache_manager import CacheHit
 from kvxfer.cache.kv_events import KVCacheEvent
 from kvxfer.cache.manager import NO_BLOCK
 from kvxfer.cache.specs import KVCacheConfig
+from kvxfer.connector.params import Plain
 from kvxfer.connector.records import KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
@@ -125,11 +126,27 @@ class Scheduler:
         """A new request. Raises OutOfBlocks if it can never fit, ValueError for an id in use."""
         if request.request_id in self._live:
             raise ValueError(f"request {request.request_id}: expected a new id, got one in use")
+        plain = self._shorten(request)
         self._blocks.add(request)
         self._live[request.request_id] = request
         self._waiting.append(request)
         if self._connector is not None:
-            request.plain = self._connector.on_new_request(request)
+            request.plain = plain or self._connector.on_new_request(request)
+
+    def _shorten(self, request: Request) -> Plain | None:
+        """A state moves without the last token of its prompt, which the sink computes: drop it, and
+        compute no further. Why the request is not offered, where that leaves nothing.
+        """
+        if not (self._connector and self._blocks.keeps_states and self._blocks.is_offered(request)):
+            return None
+        if request.num_prompt_tokens < 2:
+            plain = Plain("state", "its prompt has one token")
+            self._connector.refuse_request(request, plain.reason, plain.detail)
+            request.kv_transfer_params = None
+            return plain
+        request.prompt_token_ids = request.prompt_token_ids[:-1]
+        request.max_new_tokens = 1
+        return None
 
     def abort(self, request_id: str) -> list[Event]:
         """End a request now, wherever it stands; nothing happens when it is not there any more. The
@@ -207,6 +224,7 @@ class Scheduler:
         shares: list[_Share] = []
         for request in self._running:
             num_new = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_new = self._blocks.cut_step(request.num_computed_tokens, num_new)
             if num_new > 0:
                 new_ids = self._blocks.grow(request, num_new)
                 shares.append(_Share(request, num_new, new_ids))

@@ -19,7 +19,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvxfer.engine.model_config import LayerAttention, ModelConfig, TpShard, attention_layers
+from kvxfer.engine.model_config import (
+    NUM_TAPS,
+    LayerAttention,
+    ModelConfig,
+    TpShard,
+    attention_layers,
+    state_shard,
+)
+from kvxfer.engine.state import StateWeights
 from kvxfer.errors import ModelError
 
 # The order of float32 summation (TP 1 against 2 and 4) moved the tiny model's logits by at most
@@ -31,7 +39,9 @@ _INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """``qkv``, ``gate_up``: rows stacked; only query rows where the layer reads another's KV."""
+    """``qkv``, ``gate_up``: rows stacked; only query rows where the layer reads another's KV, and
+    those of the output's gate where it keeps a ``state``.
+    """
 
     input_norm: Tensor
     qkv: Tensor
@@ -39,6 +49,7 @@ class LayerWeights:
     post_attention_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    state: StateWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,28 +248,57 @@ def _assemble(
 
     def layer_weights(layer: int, attention: LayerAttention) -> LayerWeights:
         prefix = f"model.layers.{layer}"
-        num_q, num_kv, num_mlp = (
-            config.num_heads * head,
-            config.num_kv_heads * head,
-            config.intermediate_size,
-        )
+        num_q, num_kv = config.num_heads * head, config.num_kv_heads * head
+        if attention.is_state:
+            return state_layer_weights(prefix)
         query = (num_q, shard.query_lo * head, shard.query_hi * head)
         kv = (num_kv, shard.kv_lo * head, shard.kv_hi * head)
-        mlp = (num_mlp, shard.mlp_lo, shard.mlp_hi)
         qkv = [rows(f"{prefix}.self_attn.q_proj.weight", *query)]
         if attention.target is None:
             qkv += [rows(f"{prefix}.self_attn.{name}_proj.weight", *kv) for name in "kv"]
+        return around(
+            prefix, take(*qkv), take(columns(f"{prefix}.self_attn.o_proj.weight", *query))
+        )
+
+    def around(
+        prefix: str, qkv: Tensor, output: Tensor, state: StateWeights | None = None
+    ) -> LayerWeights:
+        mlp = (config.intermediate_size, shard.mlp_lo, shard.mlp_hi)
         return LayerWeights(
             input_norm=take(Part(f"{prefix}.input_layernorm.weight", (hidden,))),
-            qkv=take(*qkv),
-            output=take(columns(f"{prefix}.self_attn.o_proj.weight", *query)),
+            qkv=qkv,
+            output=output,
             post_attention_norm=take(Part(f"{prefix}.post_attention_layernorm.weight", (hidden,))),
             gate_up=take(
                 rows(f"{prefix}.mlp.gate_proj.weight", *mlp),
                 rows(f"{prefix}.mlp.up_proj.weight", *mlp),
             ),
             down=take(columns(f"{prefix}.mlp.down_proj.weight", *mlp)),
+            state=state,
         )
+
+    def state_layer_weights(prefix: str) -> LayerWeights:
+        own = state_shard(config, shard, layout="HND")
+        size, count = own.head_size, config.num_state_heads
+        heads = (count * size, own.heads[0] * size, (own.heads[-1] + 1) * size)
+        groups = (config.num_state_groups * size, own.groups[0] * size, (own.groups[-1] + 1) * size)
+
+        def whole(name: str, other: int, most: int, dim: int, *parts: tuple[int, ...]) -> Tensor:
+            """Whole numbers from -most to most, of these parts of two tensors or one."""
+            found = []
+            for part, (total, lo, hi) in zip(("x", "g"), parts, strict=False):
+                shape = (other, total) if dim else (total, other)
+                read = source.read(Part(f"{prefix}.mixer.{part}_{name}", shape, dim, lo, hi))
+                found.append((read.float() * (most / _RANDOM_STD / 2)).round().clamp(-most, most))
+            return torch.cat(found, dim).to(device=device, dtype=torch.int64)
+
+        state = StateWeights(
+            table=whole("table", config.vocab_size, 8, 1, heads, groups),
+            taps=whole("taps", NUM_TAPS, 3, 0, heads, groups),
+            decay=2 * whole("decay", 1, 30, 0, (count, own.heads[0], own.heads[-1] + 1)) + 1,
+        )
+        gate = take(rows(f"{prefix}.mixer.gate.weight", *heads))
+        return around(prefix, gate, take(columns(f"{prefix}.mixer.o_proj.weight", *heads)), state)
 
     embedding = take(Part("model.embed_tokens.weight", (config.vocab_size, hidden)))
     tied = config.tie_word_embeddings

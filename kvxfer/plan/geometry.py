@@ -4,9 +4,10 @@ an engine would publish.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvxfer.engine import model_config as models
 from kvxfer.engine.attention import attention_backend
 from kvxfer.errors import ConfigError, IncompatiblePeer, KvxferError
 from kvxfer.integrations.vllm.facts import rope_text
+from kvxfer.integrations.vllm.interior import SCALES
 from kvxfer.integrations.vllm.specs import cannot_move
 from kvxfer.tensors.attention import AttentionBackend, MultipleOf
 from kvxfer.tensors.kv_cache import init_kv_cache
@@ -34,11 +36,19 @@ from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY
 
 EQUAL = "taken for equal"
 """Of what no geometry says."""
+_INDEXER = ".indexer"
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "fp8_e5m2"}
 _ALL_IN_WINDOWS = ("mistral", "mixtral", "ministral", "starcoder2")
 """Models whose layers all have the window of a config that does not say which."""
 _SPECS = {"chunked_attention": "ChunkedLocalAttentionSpec", "linear_attention": "MambaSpec"}
-_OTHER_CACHES = ("index_topk", "num_key_value_heads_per_layer", "num_global_key_value_heads")
+_OTHER_CACHES = (
+    *("num_key_value_heads_per_layer", "num_global_key_value_heads", "compress_ratios"),
+    *("index_topk_freq", "index_topk_pattern"),  # not every layer has an indexer
+)
+_INDEXER_DIM = 128
+"""Of a config with an indexer that does not say it."""
+_DS_MLA_NBYTES = 656
+"""A latent of 512 and 64 elements as "fp8_ds_mla"."""
 _FIELDS = {"tp_size": "tp", "block_size": "block", "num_kv_shared_layers": "shared_layers"}
 """What an engine calls a key."""
 _NORESERVE = 0x4000  # of Linux; mmap has a name for it from Python 3.13 on
@@ -53,13 +63,15 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``windows``: those of the layers in turn, as in "1024/1024/full". ``shared_layers``: the last so
     many read the KV of earlier ones. ``engine``: whose order of bytes and whose prefix cache.
     ``kernel_block``: tokens of an attention backend's block in vLLM; 0: a block's. ``hybrid``:
-    layers with windows have groups of their own.
+    layers with windows have groups of their own. ``indexer``: elements of a sparse indexer's key
+    beside each latent; 0: none.
     """
 
     layers: _Size
     kv_heads: _Size = 1
     head_dim: _Size
     mla: bool = False
+    indexer: _Count = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     windows: str = "full"
     shared_layers: _Count = 0
@@ -73,13 +85,20 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     block: _Size = 16
     kernel_block: _Count = 0
     layout: Literal["HND", "NHD"] = "HND"
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"] = "auto"
     hybrid: bool = True
     prefix_caching: bool = True
 
     @property
     def cache_dtype(self) -> str:
         return self.dtype if self.kv_cache_dtype == "auto" else "uint8"
+
+    @property
+    def quantisation(self) -> str:
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            return self.kv_cache_dtype
+        fp8 = _FP8.get(self.kv_cache_dtype)
+        return f"fp8_per_tensor {fp8}" if fp8 else "none"
 
     def __str__(self) -> str:
         heads = "one latent" if self.mla else f"{self.kv_heads} KV heads"
@@ -89,6 +108,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return (
             f"TP {self.tp}{stages}, blocks of {self.block} {self.layout}, {kept}: {self.layers} "
             f"layers, {heads} of {self.head_dim}"
+            + (f", an indexer of {self.indexer}" if self.indexer else "")
             + (f", windows of {', '.join(windows)}" if windows else "")
         )
 
@@ -138,7 +158,10 @@ def _from_file(option: str, file: Path, given: Mapping[str, str]) -> dict[str, A
         whole = json.loads(file.read_bytes())
         hf: dict[str, Any] = {**whole, **(whole.get("text_config") or {})}
         heads, latent = hf["num_attention_heads"], hf.get("kv_lora_rank") or 0
-        if found := next((name for name in _OTHER_CACHES if hf.get(name)), None):
+        others = {name: hf.get(name) for name in _OTHER_CACHES}
+        if not latent:
+            others["index_topk"] = hf.get("index_topk")
+        if found := next((name for name, value in others.items() if value not in (None, 1)), None):
             raise IncompatiblePeer(
                 f"{option}: {file}: {found}: expected one kind of K and V in all layers, got "
                 f"{hf[found]}; serve this model without disaggregation"
@@ -152,6 +175,7 @@ def _from_file(option: str, file: Path, given: Mapping[str, str]) -> dict[str, A
             if latent
             else hf.get("head_dim") or hf["hidden_size"] // heads,
             "mla": bool(latent),
+            "indexer": (hf.get("index_head_dim") or _INDEXER_DIM) if hf.get("index_topk") else 0,
             "dtype": hf.get("dtype") or hf.get("torch_dtype") or "float32",
             "shared_layers": hf.get("num_kv_shared_layers") or 0,
             "model": " ".join((whole["model_type"], *(whole.get("architectures") or ()))),
@@ -198,7 +222,7 @@ def make_manifest(option: str, geometry: Geometry, num_tokens: int) -> EngineMan
 
     Raises ConfigError for sizes with which such an engine could not be started.
     """
-    name, fp8 = option.lstrip("-"), _FP8.get(geometry.kv_cache_dtype)
+    name = option.lstrip("-")
     try:
         model = _model(geometry)
         attention = models.attention_pattern(model)
@@ -236,7 +260,7 @@ def make_manifest(option: str, geometry: Geometry, num_tokens: int) -> EngineMan
             weights=geometry.weights,
             rope=geometry.rope,
             dtype=geometry.cache_dtype,
-            quantisation=f"fp8_per_tensor {fp8}" if fp8 else "none",
+            quantisation=geometry.quantisation,
             num_kv_heads=geometry.kv_heads,
             head_size=geometry.head_dim,
             num_layers=geometry.layers,
@@ -272,6 +296,13 @@ def _model(geometry: Geometry) -> models.ModelConfig:
         raise ConfigError(f"pp: expected at most {geometry.layers} layers, got {geometry.pp}")
     if geometry.mla and geometry.kv_heads > 1:
         raise ConfigError(f"kv_heads: expected 1 with mla=true, got {geometry.kv_heads}")
+    if geometry.indexer and not geometry.mla:
+        raise ConfigError(f"indexer: expected 0 without mla=true, got {geometry.indexer}")
+    if geometry.kv_cache_dtype == "fp8_ds_mla" and (geometry.mla, geometry.head_dim) != (True, 576):
+        raise ConfigError(
+            f"kv_cache_dtype: expected fp8_ds_mla with mla=true and head_dim=576 only, got "
+            f"mla={str(geometry.mla).lower()} and head_dim={geometry.head_dim}"
+        )
     pattern = geometry.windows.split("/")
     if not all(each == "full" or (each.isdecimal() and int(each)) for each in pattern):
         raise ConfigError(
@@ -303,12 +334,13 @@ def _stage_regions(
     """Of the first rank of each stage: its regions, and the bytes of its pool."""
     head_lo, head_hi = _heads(geometry, model, 0)
     layers = models.attention_layers(model)
+    is_packed = geometry.kv_cache_dtype == "fp8_ds_mla"
     spec_of = {
         layer.name: attention_layer_spec(
             layer.name,
             block_size=geometry.block,
             num_kv_heads=head_hi - head_lo,
-            head_size=geometry.head_dim,
+            head_size=_DS_MLA_NBYTES if is_packed else geometry.head_dim,
             dtype=geometry.cache_dtype,
             sliding_window=layer.window,
             use_mla=geometry.mla,
@@ -316,6 +348,13 @@ def _stage_regions(
         for layer in layers
         if layer.target is None
     }
+    if geometry.indexer:
+        spec = next(iter(spec_of.values()))
+        scales_nbytes = ceil_div(geometry.indexer, _INDEXER_DIM) * 4
+        indexer = dataclasses.replace(
+            spec, head_size=geometry.indexer + scales_nbytes, dtype="uint8"
+        )
+        spec_of |= {name + _INDEXER: indexer for name in spec_of}
     settings = SimpleNamespace(
         max_model_len=num_tokens,
         max_num_batched_tokens=num_tokens,
@@ -329,7 +368,11 @@ def _stage_regions(
     sizes = [group.kv_cache_spec.block_size for group in groups]
     settings.num_gpu_blocks_override = 1 + sum(ceil_div(num_tokens, size) for size in sizes)
     stages = [layers[each] for each in stage_layers(len(layers), geometry.pp)]
-    specs = [{each.name: spec_of[each.name] for each in s if each.target is None} for s in stages]
+    own = [{each.name for each in stage if each.target is None} for stage in stages]
+    specs = [
+        {name: spec for name, spec in spec_of.items() if name.removesuffix(_INDEXER) in names}
+        for names in own
+    ]
     found = []
     for stage, plan in zip(
         stages, get_kv_cache_configs(config, specs, [0] * len(specs)), strict=True
@@ -338,18 +381,33 @@ def _stage_regions(
         nbytes = sum((tensor.size + 4096 for tensor in plan.kv_cache_tensors), start=4096)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         pool = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
-        backends = {layer.name: _backend(geometry) for layer in stage}
+        names = [layer.name for layer in stage]
+        names += [name + _INDEXER for name in names if geometry.indexer]
+        backends = {name: _backend(geometry) for name in names}
         caches = init_kv_cache(
             [],
-            {layer.name: SimpleNamespace() for layer in stage},
+            {name: SimpleNamespace() for name in names},
             plan,
             backends,
             "cpu",
             allocator=partial(_take, pool),
             shared_kv_cache_layers={each.name: each.target for each in stage if each.target},
         )
-        found.append((kv_regions(plan, caches, backends, [pool], head_lo, head_hi), nbytes))
+        regions = kv_regions(plan, caches, backends, [pool], head_lo, head_hi)
+        found.append((tuple(_planes(regions, geometry.indexer)), nbytes))
     return found
+
+
+def _planes(regions: Iterable[Region], indexer_dim: int) -> Iterator[Region]:
+    """An indexer's block has the rows of all keys, then those of all scales."""
+    for region in regions:
+        if not region.layer.endswith(_INDEXER):
+            yield region
+            continue
+        offset, rest = region.offset, region.inner_nbytes - indexer_dim
+        yield replace(region, inner_nbytes=indexer_dim, stride_token=indexer_dim)
+        offset += region.kernel_cells * indexer_dim
+        yield replace(region, plane=SCALES, offset=offset, inner_nbytes=rest, stride_token=rest)
 
 
 def _take(pool: torch.Tensor, _nbytes: int) -> torch.Tensor:

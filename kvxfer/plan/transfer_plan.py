@@ -14,7 +14,7 @@ from kvxfer.cache.specs import ceil_div
 from kvxfer.config import Config
 from kvxfer.connector.access import check_partner
 from kvxfer.connector.load_routes import Addressing, Way, make_routes
-from kvxfer.connector.peer_trial import workload_of
+from kvxfer.connector.peer import workload_of
 from kvxfer.connector.records import NewLoad, SourceRef
 from kvxfer.errors import IncompatiblePeer, ProtocolError
 from kvxfer.plan.geometry import Geometry, layer_number, make_manifest
@@ -30,10 +30,9 @@ from kvxfer.transfer.wire import Consumer, OfferRef
 from kvxfer.transports.base import ReadRequest, Trial
 from kvxfer.transports.choice import make_choice
 from kvxfer.transports.nixl_pipe import NixlPipe
-from kvxfer.transports.pipe import Pipe, staging_bounds
+from kvxfer.transports.pipe import Pipe, chunk_s, staging_bounds
 from kvxfer.transports.registry import AUTO
 from kvxfer.transports.shm_direct import job_spans
-from kvxfer.transports.stream_trial import chunk_s
 from kvxfer.transports.ucx_pipe import UcxPipe
 from kvxfer.transports.zmq_pipe import ZmqPipe
 

@@ -188,9 +188,9 @@ class _SharesWorkspace(Protocol):
 class AttentionLayer(Protocol):
     """One layer of a model, as the forward context holds it: ``{layer name: layer}``.
 
-    ``sliding_window``: tokens that a token sees, itself among them, None for all.
-    ``kv_sharing_target_layer_name``: the layer whose cache this one reads instead of having its
-    own. Latent attention may lack both, which is as None. ``kv_cache``: the layer's view, set by
+    ``sliding_window``: tokens that a token sees, itself among them, None for all; a layer may have
+    an ``attention_chunk_size`` instead. ``kv_sharing_target_layer_name``: the layer whose cache
+    this one reads instead of having its own. Latent attention may lack all, which is as None. ``kv_cache``: the layer's view, set by
     ``bind_kv_cache``. A layer may also have an ``attn_type``, "decoder" where it is missing;
     encoder layers keep no KV.
     """
@@ -270,6 +270,7 @@ def get_kv_cache_spec(
             # The field's latent attention does not have the attribute.
             sliding_window=getattr(layer, "sliding_window", None),
             use_mla=use_mla,
+            attention_chunk_size=getattr(layer, "attention_chunk_size", None),
         )
         for name, layer in own.items()
     }

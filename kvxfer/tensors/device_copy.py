@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from kvxfer.kernels import cast_work
@@ -38,57 +39,41 @@ from kvxfer.tensors.device_launch import (
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.tensors.strided_index import Ids, are_blocks
 from kvxfer.transfer.casts import Values
-from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Side, Tile, cast_order
+from kvxfer.transfer.plan import AnySide, Base, CopyClass, DenseOrder, Side, Tile
 
 # The widest access of the kernel; alignment beyond it does not matter
 _ALIGN_NBYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class BoundSide:
+class BoundSide(AnySide, frozen=True, kw_only=True):
     """A side of a geometry class in memories known to hold it: an address for each region.
-    ``align_nbytes`` divides all of them; 0: to be found. The rest is as ``Side`` has it.
+    ``align_nbytes`` divides all of them; 0: to be found.
     """
 
-    tile: Tile
     addresses: Ids
     align_nbytes: int = 0
-    values: Values | None = None
-    chunk: Values | None = None
     scale: BoundSide | None = None
-
-    @property
-    def is_cast(self) -> bool:
-        return self.chunk != self.values or self.scale is not None
-
-    @property
-    def order(self) -> DenseOrder:
-        return self.tile.order if self.chunk is None else cast_order(self.tile.order)
 
     @property
     def dense_token_nbytes(self) -> int:
         """Bytes of one token of one region in a chunk."""
-        nbytes = index.token_nbytes(self.tile)
-        if self.values is None or self.chunk is None:
-            return nbytes
-        return nbytes // self.values.item_nbytes * self.chunk.item_nbytes
+        return self.tile.num_heads * self.dense_inner_nbytes
 
     def part(self, region_lo: int, region_hi: int) -> BoundSide:
         """Some of its regions."""
         values, chunk, scale = self.values, self.chunk, self.scale
-        return BoundSide(
-            self.tile,
-            self.addresses[region_lo:region_hi],
-            self.align_nbytes,
-            values and _part_of(values, region_lo, region_hi),
-            chunk and _part_of(chunk, region_lo, region_hi),
-            scale and scale.part(region_lo, region_hi),
+        return structs.replace(
+            self,
+            addresses=self.addresses[region_lo:region_hi],
+            values=values and _part_of(values, region_lo, region_hi),
+            chunk=chunk and _part_of(chunk, region_lo, region_hi),
+            scale=scale and scale.part(region_lo, region_hi),
         )
 
     def __post_init__(self) -> None:
         if not self.align_nbytes:
             common = np.gcd.reduce(self.addresses, initial=_ALIGN_NBYTES)
-            object.__setattr__(self, "align_nbytes", int(common))
+            structs.force_setattr(self, "align_nbytes", int(common))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +91,8 @@ def _part_of(values: Values, region_lo: int, region_hi: int) -> Values:
 def side_at(side: Side, address_of: Callable[[Base], int]) -> BoundSide:
     """The side at these addresses, which nobody has checked."""
     return BoundSide(
-        side.tile,
-        np.array([address_of(base) for base in side.bases], np.int64),
+        tile=side.tile,
+        addresses=np.array([address_of(base) for base in side.bases], np.int64),
         values=side.values,
         chunk=side.chunk,
         scale=None if side.scale is None else side_at(side.scale, address_of),
@@ -154,7 +139,8 @@ def flat_copy(source_address: int, sink_address: int, nbytes: int) -> BoundCopy:
     )
     offsets = np.arange(num_regions, dtype=np.int64) * region_nbytes
     return BoundCopy(
-        BoundSide(tile, source_address + offsets), BoundSide(tile, sink_address + offsets)
+        BoundSide(tile=tile, addresses=source_address + offsets),
+        BoundSide(tile=tile, addresses=sink_address + offsets),
     )
 
 
@@ -217,21 +203,22 @@ def chunk_works(
     side: BoundSide,
     block_ids: Ids,
     order: DenseOrder,
-    regions: tuple[int, int],
-    tokens: tuple[int, int],
+    span: tuple[tuple[int, int], tuple[int, int]],
     dense_address: int,
     programs: int,
     *,
     is_pack: bool,
     is_native: bool = False,
 ) -> Iterator[Work]:
-    """The launches that a chunk needs: from the pool to the chunk, or back. Only in head-major
+    """The launches that a chunk of a ``span`` of regions and tokens, each from and to, needs: from
+    the pool to the chunk, or back. Only in head-major
     order, a kernel block that the chunk's tokens cut has other strides than whole ones: up to three
     launches.
     """
-    (region_lo, region_hi), (lo, hi), tile = regions, tokens, side.tile
+    ((region_lo, region_hi), (lo, hi)), tile = span, side.tile
     if side.is_cast:
-        ends = (side.part(*regions), _dense_side(side, regions, hi - lo, dense_address))
+        dense = _dense_side(side, span[0], hi - lo, dense_address)
+        ends = (side.part(region_lo, region_hi), dense)
         firsts, ids = (
             (lo % tile.block_tokens, 0),
             (
@@ -278,7 +265,8 @@ def _dense_side(
         stride_token=token_nbytes,
     )
     offsets = np.arange(regions[1] - regions[0], dtype=np.int64) * (num_tokens * token_nbytes)
-    return BoundSide(tile, address + offsets, values=_part_of(side.chunk, *regions))
+    values = _part_of(side.chunk, *regions)
+    return BoundSide(tile=tile, addresses=address + offsets, values=values)
 
 
 def _cast_work(
@@ -508,7 +496,7 @@ class DeviceCopier:
             span = ((0, side.addresses.size), (0, num_tokens))
             for programs in widths:
                 for work in chunk_works(
-                    side, ids, order, *span, 0, programs, is_pack=False, is_native=self._is_native
+                    side, ids, order, span, 0, programs, is_pack=False, is_native=self._is_native
                 ):
                     self._launch(work, stream, is_empty=True)
         return self.mark(stream)
@@ -599,7 +587,9 @@ class DeviceCopier:
         self._check_chunk(side, block_ids, order, regions, tokens, out, "out")
         where = (out.data_ptr(), self._programs_for(programs, out))
         works = chunk_works(
-            side, block_ids, order, regions, tokens, *where, is_pack=True, is_native=self._is_native
+            *(side, block_ids, order, (regions, tokens), *where),
+            is_pack=True,
+            is_native=self._is_native,
         )
         return _last(self._launched(works, stream))
 
@@ -621,12 +611,7 @@ class DeviceCopier:
         self._check_chunk(side, block_ids, order, regions, tokens, dense, "dense")
         where = (dense.data_ptr(), self._programs_for(programs, dense))
         works = chunk_works(
-            side,
-            block_ids,
-            order,
-            regions,
-            tokens,
-            *where,
+            *(side, block_ids, order, (regions, tokens), *where),
             is_pack=False,
             is_native=self._is_native,
         )

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from msgspec import UNSET
 from torch import Tensor
 
 from kvxfer.cache.specs import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -50,8 +52,8 @@ def kv_regions(
     heads of this rank (0 and 1 for a latent).
 
     Raises:
-        ValueError: a layer that keeps no tokens or only those of its chunk, a view that is not what
-            its backend states, lies in no memory or has gaps within a head, other heads.
+        ValueError: a layer that keeps no tokens, a view that is not what its backend states, lies
+            in no memory or has gaps within a head, other heads.
         KeyError: a layer without view or backend.
         TypeError: an attention layer with a list of views.
     """
@@ -111,7 +113,8 @@ def _layer_regions(
             stride_head=inner_nbytes if dims.head is None else view.stride(dims.head) * itemsize,
             stride_token=view.stride(dims.token) * itemsize,
             kernel_blocks=spec.block_size // view.shape[dims.token],
-            window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+            window=_window(spec),
+            is_chunk=isinstance(spec, ChunkedLocalAttentionSpec) or UNSET,
         )
         for plane in _planes(layer, view, spec, backend, dims)
     ]
@@ -189,14 +192,22 @@ def _find(layer: str, view: Tensor, memories: Sequence[Tensor]) -> tuple[int, in
     )
 
 
+def _window(spec: AttentionSpec) -> int | None:
+    """What the group keeps, as a region says it: tokens of a window or a chunk."""
+    match spec:
+        case SlidingWindowSpec():
+            return spec.sliding_window
+        case ChunkedLocalAttentionSpec():
+            return spec.attention_chunk_size
+    return None
+
+
 def _movable(layer: str, spec: KVCacheSpec) -> AttentionSpec:
-    # A region says what a group keeps by one number, its window; what is left of a chunk depends on
-    # where the request is, and a state has no tokens.
-    if isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+    if isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
         return spec
     raise ValueError(
-        f"{layer}: expected full or sliding-window attention, got {type(spec).__name__}, which has "
-        "no regions"
+        f"{layer}: expected full, sliding-window or chunked attention, got {type(spec).__name__}, "
+        "which keeps no tokens"
     )
 
 

@@ -174,9 +174,9 @@ def _gather(pool: Bytes, offset: int, piece: Piece, out: Bytes) -> None:
         if part.numbers is None:
             _dense_units(out, part)[...] = _any_unit(pool, offset, part)[part.starts]
             continue
-        element = part.granule_nbytes
-        target = _elements(out, part.dense_lo, element, part.numbers.size)
-        source = _elements(pool, offset, element, (pool.size - offset) // element)
+        element, count = void(part.granule_nbytes), (pool.size - offset) // part.granule_nbytes
+        target = np.ndarray(part.numbers.shape, element, out, part.dense_lo)
+        source = np.ndarray((count,), element, pool, offset)
         # "clip" writes straight into out, "raise" goes through a temporary; the range was checked.
         # The method, for it costs 0.6 us and np.take 3.5.
         source.take(part.numbers, out=target, mode="clip")
@@ -292,11 +292,6 @@ def _cast(
 
 def _scales(values: Values, region: int) -> Tensor | None:
     return torch.tensor(values.scales[region]) if values.scales else None
-
-
-def _elements(memory: Bytes, offset: int, element_nbytes: int, count: int) -> NDArray[np.void]:
-    """``count`` elements side by side."""
-    return np.ndarray((count,), void(element_nbytes), memory, offset)
 
 
 def _any_unit(memory: Bytes, offset: int, part: Units) -> NDArray[np.void]:

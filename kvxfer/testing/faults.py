@@ -53,7 +53,7 @@ from kvxfer.transports.copy_thread import Copier, CopyJob
 from kvxfer.transports.pipe import MakePipe, Parts
 from kvxfer.transports.shm_direct import _Read
 from kvxfer.transports.stream_connections import Connection
-from kvxfer.transports.stream_packing import _HostCopy
+from kvxfer.transports.stream_packing import ChunkJob
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import ChunkHeader, Header, encode
 
@@ -267,10 +267,9 @@ class _Flips:
 
     def pack(self, job: CopyJob) -> bool:
         """At the source, before the chunk leaves."""
-        if not isinstance(job, _HostCopy) or not self._is_due(job):
+        if not isinstance(job, ChunkJob) or not self._is_due(job):
             return job.run()
-        chunk = job._job
-        dense = chunk.dense = chunk.take_dense()
+        dense = job.dense = job.take_dense()
         has_more = job.run()
         self._flip(dense)
         return has_more
@@ -278,9 +277,8 @@ class _Flips:
     def land(self, job: CopyJob) -> bool:
         """At the sink, before the copy is said to be over."""
         has_more = job.run()
-        if isinstance(job, _HostCopy) and self._is_due(job):
-            chunk = job._job
-            self._flip_there(chunk.side, chunk.block_ids, *chunk.span)
+        if isinstance(job, ChunkJob) and self._is_due(job):
+            self._flip_there(job.side, job.block_ids, *job.span)
         elif isinstance(job, _Read) and not has_more and self._is_due(job):
             request = job.request
             sides = [copied.sink for copied in request.classes]

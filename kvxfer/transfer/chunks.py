@@ -74,22 +74,18 @@ def _step_tokens(wanted: PullClass, chunk_nbytes: int) -> int:
     return max(fit_tokens // kernel_tokens, 1) * kernel_tokens
 
 
-def _fit_regions(wanted: PullClass, num_tokens: int, chunk_nbytes: int) -> int:
-    return max(chunk_nbytes // (num_tokens * token_nbytes(wanted)), 1)
-
-
 def _num_class_chunks(wanted: PullClass, chunk_nbytes: int) -> int:
     """Between the part up to the first cut and that behind the last, all pieces are equal."""
-    lo, hi = wanted.token_lo, wanted.token_hi
+    lo, hi, one_nbytes = wanted.token_lo, wanted.token_hi, token_nbytes(wanted)
     step = _step_tokens(wanted, chunk_nbytes)
     first = min(step - lo % step, hi - lo)
     num_equal, last = divmod(hi - lo - first, step)
-    pieces = ((first, 1), (step, num_equal), (last, 1))
-    return sum(
-        count * -(-len(wanted.regions) // _fit_regions(wanted, num_tokens, chunk_nbytes))
-        for num_tokens, count in pieces
-        if num_tokens
-    )
+    total = 0
+    for num_tokens, count in ((first, 1), (step, num_equal), (last, 1)):
+        if num_tokens:
+            fit_regions = max(chunk_nbytes // (num_tokens * one_nbytes), 1)
+            total += count * -(-len(wanted.regions) // fit_regions)
+    return total
 
 
 def _append_chunks(
@@ -101,7 +97,7 @@ def _append_chunks(
     while token_lo < wanted.token_hi:
         token_hi = min((token_lo // step + 1) * step, wanted.token_hi)
         piece_nbytes = (token_hi - token_lo) * one_token_nbytes
-        fit_regions = _fit_regions(wanted, token_hi - token_lo, chunk_nbytes)
+        fit_regions = max(chunk_nbytes // piece_nbytes, 1)
         for region_lo in range(0, num_regions, fit_regions):
             region_hi = min(region_lo + fit_regions, num_regions)
             chunks.append(
@@ -113,7 +109,7 @@ def _append_chunks(
                     token_lo=token_lo,
                     token_hi=token_hi,
                     nbytes=(region_hi - region_lo) * piece_nbytes,
-                    opens_at=ALL if wanted.is_state else token_hi,
+                    opens_at=ALL if wanted.is_state else token_hi * (wanted.cell_tokens or 1),
                 )
             )
         token_lo = token_hi

@@ -43,22 +43,25 @@ _FACTS: Mapping[str, str] = {
     "head_size": _SAME_MODEL,
     "num_layers": _SAME_MODEL,
     "is_mla": _SAME_MODEL,
-    "draft_layers": "use the same draft layers on both sides, or none",
+    "draft_layers": "use the same draft on both sides, or none on one",
     "dcp_size": "use the same decode context parallel size on both sides",
     "pcp_size": "use the same prefill context parallel size on both sides",
     "attention": _SAME_MODEL,
 }
 """Every field of CacheFacts, and what to do where it differs."""
-_CAST_FACTS = ("dtype", "quantisation")
+_CAST_FACTS = frozenset({"dtype", "quantisation"})
 """What may differ where both sides allow casts."""
+_DRAFT_FACTS = frozenset({"draft_layers", "num_kv_heads"})
+"""What may differ where one side has no draft, whose heads count among the engine's."""
 
 
 def differences(source: EngineManifest, sink: EngineManifest) -> tuple[Difference, ...]:
     """Every field in which KV of ``source`` is not KV for ``sink``; empty if they can exchange it.
 
-    TP and PP sizes, block sizes, layouts, KV cache groups and engine versions may differ, and the
-    source may keep more of a layer than the sink. Which layers and heads are there is the plan's
-    question, and so is where both allow casts which elements can be cast.
+    TP and PP sizes, block sizes, layouts, KV cache groups and engine versions may differ, one side
+    may have a draft and the other none, and the source may keep more of a layer than the sink.
+    Which layers and heads are there is the plan's question, and so is where both allow casts which
+    elements can be cast.
     """
     may_cast = allows_cast(source) and allows_cast(sink)
     return (
@@ -83,7 +86,9 @@ def unhashable(source: EngineManifest, sink: EngineManifest) -> tuple[Difference
     alike: dict[tuple[str, str], list[str]] = {}
     for layer, given, taken in _kept_pairs(source, sink):
         if may_clip(taken, given):
-            ours, theirs = (f"{k.block_tokens} with a window of {k.window}" for k in (given, taken))
+            ours, theirs = (
+                f"{k.block_tokens} with {k.kept.removesuffix(' tokens')}" for k in (given, taken)
+            )
             alike.setdefault((ours, theirs), []).append(layer)
     advice = (
         "the window can begin within a sink block, which must then not be named for prefix reuse, "
@@ -127,12 +132,15 @@ def _protocol_differences(source: EngineManifest, sink: EngineManifest) -> Itera
 def _facts_differences(
     source: CacheFacts, sink: CacheFacts, *, may_cast: bool
 ) -> Iterator[Difference]:
+    may_differ = _CAST_FACTS if may_cast else frozenset()
+    if bool(source.draft_layers) != bool(sink.draft_layers):
+        may_differ |= _DRAFT_FACTS
     for field, advice in _FACTS.items():
         ours, theirs = getattr(source, field), getattr(sink, field)
         if ours == "" or theirs == "":
             unknown = "the side that does not know it must state it"
             yield Difference(field, _shown(ours), _shown(theirs), unknown)
-        elif ours != theirs and not (may_cast and field in _CAST_FACTS):
+        elif ours != theirs and field not in may_differ:
             yield Difference(field, _shown(ours), _shown(theirs), advice)
 
 
@@ -171,18 +179,23 @@ def _region_differences(
 
 def _window_differences(source: EngineManifest, sink: EngineManifest) -> Iterator[Difference]:
     """A sink can keep less of a layer than its source does, never more."""
-    alike: dict[tuple[int, int | None], list[str]] = {}
+    alike: dict[tuple[str, str], list[str]] = {}
     for layer, given, taken in _kept_pairs(source, sink):
-        if given.window is not None and (taken.window is None or taken.window > given.window):
-            alike.setdefault((given.window, taken.window), []).append(layer)
-    for (given_tokens, taken_tokens), layers in alike.items():
+        if not given.includes(taken):
+            alike.setdefault((_window(given), _window(taken)), []).append(layer)
+    for values, layers in alike.items():
         yield Difference(
             f"window of {_layers(layers)}",
-            f"{given_tokens} tokens",
-            "all tokens" if taken_tokens is None else f"{taken_tokens} tokens",
+            *values,
             "make the source keep at least what the sink keeps: the same windows on both sides, or "
             "none at the source",
         )
+
+
+def _window(keeping: Keeping) -> str:
+    if keeping.window is None:
+        return "all tokens"
+    return f"{'chunks of ' if keeping.is_chunk else ''}{keeping.window} tokens"
 
 
 def _kept_pairs(

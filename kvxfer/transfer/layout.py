@@ -10,6 +10,9 @@ of (block ``b``, global head ``h``, token ``t`` of the block) are the ``inner_nb
 in the rank's memory number ``memory``, with ``kernel_tokens = block_tokens // kernel_blocks``. HND,
 NHD, K/V outermost, blocks outermost, blocks across layers and packed K and V are all just strides.
 
+In a *compressed* region ``cell_tokens`` tokens share one cell, which is there once the last of them
+is computed. Then ``stride_token`` leads from cell to cell, and "token t" above is cell number t.
+
 Where the *channels* of one head and one token lie apart, as in a K plane stored
 ``[head][channel][token]``, the inner bytes are elements of ``channel_nbytes``, each
 ``stride_channel`` bytes behind the one before.
@@ -77,10 +80,18 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
     ``window`` is what the group keeps of a request, in tokens: None everything; W lets go of a
     block once none of its tokens is among the W that the next token looks at, itself included.
+    ``is_chunk``: the next token looks at its own chunk of W tokens instead, up to itself. That is
+    never more than the window, so a peer that does not know the field takes it for a window, and is
+    refused where it would need more.
 
     ``elements``: of an engine that allows casts, where it knows them.
 
     ``state_tokens``: of a state region, how many tokens lie between two blocks of its table.
+
+    ``is_draft``: of a draft's layer, which only says what the model may say. It stays empty where
+    the source has no draft.
+
+    ``cell_tokens``: of a compressed region, how many tokens share one cell.
     """
 
     layer: str
@@ -103,14 +114,22 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     stride_channel: int = 0
     elements: Elements | msgspec.UnsetType = msgspec.UNSET
     state_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    is_draft: bool | msgspec.UnsetType = msgspec.UNSET
+    cell_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    is_chunk: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def is_state(self) -> bool:
         return self.state_tokens is not msgspec.UNSET
 
     @property
-    def kernel_tokens(self) -> int:
-        return self.block_tokens // self.kernel_blocks
+    def block_cells(self) -> int:
+        """Cells of one head: as many as tokens, but of a compressed region."""
+        return self.block_tokens // (self.cell_tokens or 1)
+
+    @property
+    def kernel_cells(self) -> int:
+        return self.block_cells // self.kernel_blocks
 
     @property
     def num_heads(self) -> int:
@@ -138,7 +157,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
             self.offset
             + (self.num_blocks * self.kernel_blocks - 1) * self.stride_block
             + (self.num_heads - 1) * self.stride_head
-            + (self.kernel_tokens - 1) * self.stride_token
+            + (self.kernel_cells - 1) * self.stride_token
             + (self.num_channels - 1) * self.stride_channel
             + piece_nbytes
         )
@@ -154,8 +173,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
         return True
 
     def address(self, block_id: int, head: int, token: int) -> int:
-        """Byte offset in ``memory`` of (block, global head, token of the block): of its first
-        channel where channels lie apart.
+        """Byte offset in ``memory`` of the cell of (block, global head, token of the block): of
+        its first channel where channels lie apart.
 
         Raises IndexError for what the region does not hold.
         """
@@ -165,12 +184,13 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
             raise IndexError(f"head: expected {self.head_lo} to {self.head_hi - 1}, got {head}")
         if not 0 <= token < self.block_tokens:
             raise IndexError(f"token: expected 0 to {self.block_tokens - 1}, got {token}")
-        kernel_block, kernel_token = divmod(token, self.kernel_tokens)
+        cell = token // (self.cell_tokens or 1)
+        kernel_block, kernel_cell = divmod(cell, self.kernel_cells)
         return (
             self.offset
             + (block_id * self.kernel_blocks + kernel_block) * self.stride_block
             + (head - self.head_lo) * self.stride_head
-            + kernel_token * self.stride_token
+            + kernel_cell * self.stride_token
         )
 
 
@@ -193,6 +213,8 @@ def check_region(region: Region, memory_nbytes: int) -> None:
             raise ValueError(f"{name}: {field}: expected 1 or more, got {getattr(region, field)}")
     if region.window is not None and region.window < 1:
         raise ValueError(f"{name}: window: expected 1 or more tokens, got {region.window}")
+    if region.is_chunk and region.window is None:
+        raise ValueError(f"{name}: window: expected the tokens of a chunk, got none")
     if region.block_tokens % region.kernel_blocks:
         raise ValueError(
             f"{name}: block_tokens: expected a multiple of {region.kernel_blocks} kernel blocks, "
@@ -205,6 +227,8 @@ def check_region(region: Region, memory_nbytes: int) -> None:
     _check_channels(region, name)
     if not isinstance(region.state_tokens, msgspec.UnsetType):
         _check_state(region, region.state_tokens, name)
+    if not isinstance(region.cell_tokens, msgspec.UnsetType):
+        _check_cells(region, region.cell_tokens, name)
     if region.elements and len(region.elements.scales) not in (0, 1, region.num_heads):
         raise ValueError(
             f"{name}: scales: expected none, one or one for each of {region.num_heads} heads, got "
@@ -251,9 +275,10 @@ def same_bytes(first: Region, second: Region) -> bool:
 
 def _contiguous(region: Region) -> Region:
     """The region as bytes, in the one spelling that those without channels apart have."""
+    region = replace(region, elements=msgspec.UNSET, is_draft=msgspec.UNSET)
     if region.has_channels_apart:
-        return replace(region, elements=msgspec.UNSET)
-    return replace(region, channel_nbytes=0, stride_channel=0, elements=msgspec.UNSET)
+        return region
+    return replace(region, channel_nbytes=0, stride_channel=0)
 
 
 def _block_dimensions(region: Region) -> list[tuple[int, int, str]]:
@@ -261,7 +286,7 @@ def _block_dimensions(region: Region) -> list[tuple[int, int, str]]:
     return sorted(
         (
             (region.stride_channel, region.num_channels, "stride_channel"),
-            (region.stride_token, region.kernel_tokens, "stride_token"),
+            (region.stride_token, region.kernel_cells, "stride_token"),
             (region.stride_head, region.num_heads, "stride_head"),
         )
     )
@@ -279,6 +304,20 @@ def _check_state(region: Region, state_tokens: int, name: str) -> None:
         raise ValueError(
             f"{name}: expected a state with interior plain and no elements to cast, got interior "
             f"{region.interior.value} and {region.elements}"
+        )
+
+
+def _check_cells(region: Region, cell_tokens: int, name: str) -> None:
+    if cell_tokens < 2 or region.block_tokens % (region.kernel_blocks * cell_tokens):
+        raise ValueError(
+            f"{name}: cell_tokens: expected 2 or more that divide the "
+            f"{region.block_tokens // region.kernel_blocks} tokens of a kernel block, got "
+            f"{cell_tokens}"
+        )
+    if region.is_state or region.interior is not Interior.PLAIN:
+        raise ValueError(
+            f"{name}: cell_tokens: expected none of a state or an interior that is "
+            f"{Interior.OPAQUE.value}, got {cell_tokens}"
         )
 
 

@@ -17,8 +17,8 @@ MAX_RANKS = 1024
 whoever sends it; with 4096 and 0.9 ms a stranger's Pulls made loads wait for 80 ms.
 """
 _MAX_GROUPS = 256
-_MAX_STATE_HEADS = 1 << 24
-"""Heads or groups of channels of all ranks, which nothing loops over."""
+_MAX_OTHER_HEADS = 1 << 24
+"""Of states and of drafts, whose heads are not the model's; nothing loops over them."""
 _INCARNATION_NBYTES = 16
 _SHOWN_PROBLEMS = 8
 
@@ -247,7 +247,7 @@ def _region_problems(
             continue
         if region.group >= _MAX_GROUPS:
             yield f"{name}: group: expected below {_MAX_GROUPS}, got {region.group}"
-        most = _MAX_STATE_HEADS if region.is_state else max_head
+        most = _MAX_OTHER_HEADS if region.is_state or region.is_draft else max_head
         if region.head_hi > most:
             yield f"{name}: heads: expected at most {most}, got head_hi {region.head_hi}"
         try:

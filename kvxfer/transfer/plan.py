@@ -44,7 +44,8 @@ class DenseOrder(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True):
-    """How one geometry class lies on one side; strides in bytes.
+    """How one geometry class lies on one side; strides in bytes. What the tokens are of a state or
+    a compressed region, :class:`Side` says.
 
     Token t of logical block b is in kernel block ``b * (block_tokens // kernel_tokens) + t //
     kernel_tokens``, which starts at that number times ``stride_block``.
@@ -90,28 +91,16 @@ class Base(msgspec.Struct, frozen=True):
     offset: int
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps;
-    ``state_tokens``: as the regions have it, 0 where they keep tokens.
-
-    Of a class that is cast, ``values`` says what lies in the pool, ``chunk`` what lies in a dense
-    piece, and ``scale`` where each token has its scale.
+class AnySide(msgspec.Struct, frozen=True, kw_only=True):
+    """How all regions of one side of a geometry class lie. Of a class that is cast, ``values`` says
+    what lies in the pool, ``chunk`` what lies in a dense piece, and ``scale`` where each token has
+    its scale.
     """
 
-    group: int
     tile: Tile
-    bases: tuple[Base, ...]
-    window: int | None = None
-    state_tokens: int = 0
     values: Values | None = None
     chunk: Values | None = None
-    scale: Side | None = None
-
-    @property
-    def keeping(self) -> Keeping:
-        if self.state_tokens:
-            return Keeping(self.state_tokens, is_state=True)
-        return Keeping(self.tile.block_tokens, self.window)
+    scale: AnySide | None = None
 
     @property
     def is_cast(self) -> bool:
@@ -132,6 +121,28 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
         return inner_nbytes // self.values.item_nbytes * self.chunk.item_nbytes
 
 
+class Side(AnySide, frozen=True, kw_only=True):
+    """One side of a geometry class: one tile, many regions. ``window``, ``is_chunk``: what the
+    group keeps; ``state_tokens``: as the regions have it, 0 where they keep tokens;
+    ``cell_tokens``: how many tokens of the request each token of the tile stands for.
+    """
+
+    group: int
+    bases: tuple[Base, ...]
+    window: int | None = None
+    state_tokens: int = 0
+    cell_tokens: int = 1
+    is_chunk: bool = False
+    scale: Side | None = None
+
+    @property
+    def keeping(self) -> Keeping:
+        if self.state_tokens:
+            return Keeping(self.state_tokens, is_state=True)
+        block_tokens = self.tile.block_tokens * self.cell_tokens
+        return Keeping(block_tokens, self.window, is_chunk=self.is_chunk)
+
+
 class RegionName(msgspec.Struct, frozen=True, array_like=True):
     """A region by name; several planes when they lie side by side on both sides and move as one."""
 
@@ -143,6 +154,7 @@ class PullClass(msgspec.Struct, frozen=True, kw_only=True):
     """What a stream source needs to pack chunks of one geometry class; travels in the Pull.
     ``cast``: to what the source casts its elements before they travel. ``state_of``: a state after
     so many tokens is asked for, and ``[token_lo, token_hi)`` are the steps of its one block.
+    ``cell_tokens``: so many tokens share one cell, and ``[token_lo, token_hi)`` are cells.
     """
 
     regions: tuple[RegionName, ...]
@@ -154,10 +166,17 @@ class PullClass(msgspec.Struct, frozen=True, kw_only=True):
     token_hi: int
     cast: Values | msgspec.UnsetType = msgspec.UNSET
     state_of: int | msgspec.UnsetType = msgspec.UNSET
+    cell_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def is_state(self) -> bool:
         return self.state_of is not msgspec.UNSET
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The tokens of the request that are asked for, of what keeps tokens."""
+        each = self.cell_tokens or 1
+        return self.token_lo * each, self.token_hi * each
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +207,12 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All routes between a source engine and a sink engine."""
+    """All routes between a source engine and a sink engine. ``empty_layers``: of the sink's draft,
+    which the source does not have.
+    """
 
     routes: tuple[Route, ...]
+    empty_layers: tuple[str, ...] = ()
 
     def of_sink(self, rank: RankId) -> tuple[Route, ...]:
         """The routes that end at one sink rank, null routes too."""
@@ -248,8 +270,8 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     """Who sends what to whom between two compatible engines whose manifests are valid.
 
     Every head of every plane that a sink rank holds comes from exactly one source rank, once per
-    set of layers that share their memory. Every source rank has at least one consumer, by a null
-    route where nothing is wanted from it.
+    set of layers that share their memory; but for a draft's where the source has none. Every source
+    rank has at least one consumer, by a null route where nothing is wanted from it.
 
     Raises IncompatiblePeer that names the layers, planes and heads that the source does not have,
     and those whose bytes cannot be converted.
@@ -260,11 +282,15 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     by_tp = max(source.facts.dcp_size, source.facts.pcp_size) > 1
     pairs: dict[tuple[RankId, RankId], list[_Pair]] = {}
     problems: dict[str, None] = {}
+    empty: dict[str, None] = {}
     for entry in sorted(sink.ranks, key=lambda entry: entry.rank):
         for aliases in _aliases(entry.regions):
             region = next((r for r in aliases if (r.layer, r.plane) in holders), aliases[0])
             name = (region.layer, region.plane)
             if name in made:
+                continue
+            if name not in holders and all(region.is_draft for region in aliases):
+                empty[region.layer] = None
                 continue
             givers = holders.get(name, [])
             if by_tp:  # each rank holds its own interleaved tokens
@@ -294,7 +320,8 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
         )
     routes = [Route(*ranks, _classes(_joined(members))) for ranks, members in pairs.items()]
     routes += _null_routes(source, sink, {source_rank for source_rank, _ in pairs})
-    return Plan(tuple(sorted(routes, key=lambda route: (route.sink_rank, route.source_rank))))
+    routes.sort(key=lambda route: (route.sink_rank, route.source_rank))
+    return Plan(tuple(routes), tuple(empty))
 
 
 def side_tile(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 0) -> Tile:
@@ -304,8 +331,8 @@ def side_tile(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 
     else:
         stride_channel = channel_nbytes
     return Tile(
-        block_tokens=region.block_tokens,
-        kernel_tokens=region.kernel_tokens,
+        block_tokens=region.block_cells,
+        kernel_tokens=region.kernel_cells,
         num_blocks=region.num_blocks,
         num_heads=head_hi - head_lo,
         inner_nbytes=region.inner_nbytes,
@@ -404,6 +431,9 @@ def _inconvertible(pair: _Pair, *, is_one_type: bool) -> str | None:
         return f"source keeps {kept[0]}, sink {kept[1]}"
     if source.is_state and source.block_tokens != sink.block_tokens:
         return f"source has a state of {source.block_tokens} steps, sink of {sink.block_tokens}"
+    if source.cell_tokens != sink.cell_tokens:
+        shared = [region.cell_tokens or 1 for region in (source, sink)]
+        return f"source has cells of {shared[0]} tokens, sink of {shared[1]}"
     if pair.is_cast:
         return cast_problem(source, sink) or next(
             (
@@ -495,7 +525,7 @@ def geometry_of(side: Side) -> tuple[object, ...]:
     """What all regions of a class have in common at one side."""
     dtype = side.values.dtype if side.values else ""
     scale_tile = side.scale.tile if side.scale else None
-    return side.tile, side.group, side.window, side.state_tokens, dtype, scale_tile
+    return side.tile, side.group, side.keeping, side.cell_tokens, dtype, scale_tile
 
 
 def _sides(pair: _Pair) -> tuple[Side, Side]:
@@ -541,6 +571,8 @@ def plain_side(region: Region, head_lo: int, head_hi: int, channel_nbytes: int =
         bases=(side_base(region, head_lo),),
         window=region.window,
         state_tokens=region.state_tokens or 0,
+        cell_tokens=region.cell_tokens or 1,
+        is_chunk=region.is_chunk is True,
     )
 
 

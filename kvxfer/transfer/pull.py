@@ -50,7 +50,8 @@ def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[Pul
     ``span``: request tokens ``[lo, hi)`` by sink group. A class with nothing to move stays, with an
     empty range, so that positions agree. An opaque class moves whole blocks: its last one is
     rounded up, its first must begin at a block. A state moves whole, that after the span's last
-    token. Raises ValueError that names the group.
+    token. Of a compressed class the cells move whose last token is in the span. Raises ValueError
+    that names the group.
     """
     classes: list[PullClass] = []
     for copy_class in route.classes:
@@ -156,6 +157,9 @@ def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
     state_of = hi if copy_class.sink.state_tokens else UNSET
     if copy_class.sink.state_tokens:
         lo, hi = 0, tile.block_tokens if lo < hi else 0
+    # A cell that begins before the span has no last token there, so the sink has not made it.
+    cell_tokens = copy_class.sink.cell_tokens
+    lo, hi = lo // cell_tokens, hi // cell_tokens
     if copy_class.interior is Interior.OPAQUE and lo < hi:
         if lo % tile.block_tokens:
             raise ValueError(
@@ -174,6 +178,7 @@ def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
         token_hi=hi,
         cast=chunk if chunk is not None and copy_class.source.is_cast else UNSET,
         state_of=state_of,
+        cell_tokens=cell_tokens if cell_tokens > 1 else UNSET,
     )
 
 
@@ -183,7 +188,7 @@ def open_to(asked: PullClass, open_tokens: int) -> int:
     """
     if asked.is_state and open_tokens < ALL:
         return asked.token_lo
-    return max(asked.token_lo, min(asked.token_hi, open_tokens))
+    return max(asked.token_lo, min(asked.token_hi, open_tokens // (asked.cell_tokens or 1)))
 
 
 def _resolve(
@@ -342,7 +347,7 @@ def _check_against(name: str, region: Region, wanted: PullClass) -> None:
     heads = (wanted.head_lo, wanted.head_hi)
     if heads != (region.head_lo, region.head_hi):
         raise ProtocolError(f"{name}: opaque blocks move whole: expected all heads, got {heads}")
-    kernel_tokens = region.kernel_tokens
+    kernel_tokens = region.kernel_cells
     if wanted.order.kernel_tokens != kernel_tokens:
         raise ProtocolError(
             f"{name}: opaque blocks move whole: expected kernel blocks of {kernel_tokens} tokens, "
@@ -365,8 +370,13 @@ def _check_tokens(name: str, region: Region, wanted: PullClass) -> None:
             f"{name}: states move whole: expected steps [0, {region.block_tokens}), got "
             f"[{wanted.token_lo}, {wanted.token_hi})"
         )
+    if region.cell_tokens != wanted.cell_tokens:
+        shared = [each.cell_tokens or 1 for each in (region, wanted)]
+        raise ProtocolError(
+            f"{name}: cell_tokens: expected {shared[0]} tokens to share a cell, got {shared[1]}"
+        )
     num_tokens = wanted.token_hi - wanted.token_lo
-    pool_tokens = region.num_blocks * region.block_tokens
+    pool_tokens = region.num_blocks * region.block_cells
     if num_tokens > pool_tokens:
         raise ProtocolError(
             f"{name}: tokens: expected at most the pool's {pool_tokens}, got {num_tokens}"

@@ -253,7 +253,7 @@ TABLE: Mapping[tuple[RouteState, type], Handler] = {
     **{(state, event): _ignore for state in _OVER for event in _LATE},
 }
 
-_FINAL = (RouteState.VALID, RouteState.FAILED)
+_FINAL = {RouteState.VALID, RouteState.FAILED}
 _FOR_ALL = (session.Start, session.Abort)
 
 
@@ -308,7 +308,7 @@ class LoadSession:
                 )
             load, more = handler(load, route, event)
             actions += more
-        if not load.is_finished and all(route.state in _FINAL for route in load.routes):
+        if not load.is_finished and {route.state for route in load.routes} <= _FINAL:
             load = replace(load, is_finished=True)
             actions.append(session.FinishedRecving(load.failure))
         self.snapshot = load

@@ -1,10 +1,12 @@
 """What a group with a window keeps of a request, and what of it can move to another engine. Pure.
 
 A layer with a window of W tokens computes the token at position n from the W tokens that end with
-it, n - W + 1 to n. With n tokens computed, an engine has let go of every block that lies wholly
-before token n - W + 1, so it keeps the tokens from :meth:`Keeping.kept_start` on: a multiple of its
-own block size. The start that the sink keeps may therefore lie before the one that the source has
-kept, though never by a token that the sink's next token looks at::
+it, n - W + 1 to n. A layer with chunks of W tokens computes it from those of its own chunk, n // W
+* W to n: a window whose begin stands still until the next chunk. With n tokens computed, an engine
+has let go of every block that lies wholly before that, so it keeps the tokens from
+:meth:`Keeping.kept_start` on: a multiple of its own block size. The start that the sink keeps may
+therefore lie before the one that the source has kept, though never by a token that the sink's next
+token looks at::
 
     blocks of 16 at the source   |  dropped  |.....|.....|.....     holds from 48
     blocks of 32 at the sink     |  dropped  |..........|....       keeps from 32
@@ -28,20 +30,36 @@ from kvxfer.transfer.layout import Region
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """What an engine keeps of a request in one group: ``window`` None everything, else the blocks
-    that its window has not left behind. ``is_state``: one block, which has the state after the last
-    token.
+    that its window, or its chunk of so many tokens, has not left behind. ``is_state``: one block,
+    which has the state after the last token.
     """
 
     block_tokens: int
     window: int | None = None
     is_state: bool = False
+    is_chunk: bool = False
+
+    def needed_start(self, num_computed_tokens: int) -> int:
+        """The first token that the next one looks at."""
+        if self.window is None:
+            return 0
+        if self.is_chunk:
+            return num_computed_tokens // self.window * self.window
+        return max(0, num_computed_tokens - self.window + 1)
 
     def kept_start(self, num_computed_tokens: int) -> int:
-        """The first token of the first kept block; a block goes when the window of the next token
-        has left all of it behind.
+        """The first token of the first kept block; a block goes when the next token looks at
+        nothing in it.
         """
-        start = _window_start(num_computed_tokens, self.window)
-        return start // self.block_tokens * self.block_tokens
+        return self.needed_start(num_computed_tokens) // self.block_tokens * self.block_tokens
+
+    def includes(self, other: Keeping) -> bool:
+        """Does who keeps this have what the next token looks at in a group that keeps ``other``?"""
+        if self.window is None or other.window is None:
+            return self.window is None
+        if self.is_chunk:
+            return other.is_chunk and self.window % other.window == 0
+        return other.window <= self.window  # a chunk never begins before its window does
 
     def held_start(self, num_offered_tokens: int) -> int:
         """The first token that a source holds of an offer.
@@ -56,7 +74,7 @@ class Keeping:
         computed the offered tokens lets go of them.
 
         It is one block where the window of the last offered token begins with the last token of a
-        block, and none elsewhere.
+        block, all blocks of the chunk that ends with the offer, and none elsewhere.
         """
         gone, held = (
             start(num_offered_tokens) // self.block_tokens
@@ -67,8 +85,14 @@ class Keeping:
     def __str__(self) -> str:
         if self.is_state:
             return f"a state in each {self.block_tokens} tokens"
-        kept = "everything" if self.window is None else f"a window of {self.window} tokens"
-        return f"{kept} in blocks of {self.block_tokens}"
+        return f"{self.kept} in blocks of {self.block_tokens}"
+
+    @property
+    def kept(self) -> str:
+        """In words, of what keeps tokens."""
+        if self.window is None:
+            return "everything"
+        return f"{'chunks' if self.is_chunk else 'a window'} of {self.window} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +149,7 @@ def group_move(
     held_start = source.held_start(num_offered_tokens)
     if held_start <= wanted_start or wanted_start >= token_hi:
         return Whole(wanted_start, token_hi)
-    needed_start = max(token_lo, _window_start(token_hi, sink.window))
+    needed_start = max(token_lo, sink.needed_start(token_hi))
     if needed_start < min(held_start, token_hi):
         return Missing(needed_start, held_start, sink, source)
     # Now the sink's block in which its window starts begins before what the source holds.
@@ -137,17 +161,22 @@ def may_clip(sink: Keeping, source: Keeping) -> bool:
 
     The source's start is a multiple of its own block size, so it lies at multiples of the common
     divisor behind the start of a sink block, and at least the difference of the windows before the
-    start of the sink's window. Never where the source's block is a multiple of the sink's.
+    start of the sink's window. Never where the source's block is a multiple of the sink's, nor
+    where all chunks of the sink begin with a block. For other chunks the answer may be yes where
+    there is none (chunks of 10 tokens in blocks of 15 and 6).
     """
     if sink.window is None or source.window is None:
         return False
+    if sink.is_chunk:
+        return all(tokens % sink.block_tokens for tokens in (source.block_tokens, sink.window))
     difference = source.window - sink.window
     return difference + math.gcd(source.block_tokens, sink.block_tokens) < sink.block_tokens
 
 
 def keeping_of(region: Region) -> Keeping:
     if isinstance(region.state_tokens, UnsetType):
-        return Keeping(region.block_tokens, region.window)
+        is_chunk = region.is_chunk is True
+        return Keeping(region.block_tokens, region.window, is_chunk=is_chunk)
     return Keeping(region.state_tokens, is_state=True)
 
 
@@ -202,7 +231,3 @@ def _held_ids(ids: Sequence[int], keeping: Keeping, num_offered_tokens: int) -> 
         return tuple(ids[position : position + 1])
     num_gone = min(keeping.held_start(num_offered_tokens) // keeping.block_tokens, len(ids))
     return (-1,) * num_gone + tuple(ids[num_gone:])
-
-
-def _window_start(num_computed_tokens: int, window: int | None) -> int:
-    return 0 if window is None else max(0, num_computed_tokens - window + 1)

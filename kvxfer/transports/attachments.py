@@ -44,9 +44,7 @@ class MappingSink(DirectSink, Generic[M]):
         """
 
     def _check_has_memories(self, source: RankManifest) -> None:
-        """Check a rank that is to be tried. Raises TransportUnavailable for one without
-        memories.
-        """
+        """Raises TransportUnavailable for a rank without memories."""
         if not source.memories:
             raise TransportUnavailable(
                 f"{self.name}: expected memories of {source.control_endpoint}, got none"
@@ -82,9 +80,6 @@ class MappingSink(DirectSink, Generic[M]):
         )
 
     def detach(self, control_endpoint: str) -> None:
-        """Forget a rank. Its unfinished reads break; a mapping closes with the last copy that runs
-        on it.
-        """
         attached = self._by_endpoint.pop(control_endpoint, None)
         if attached is not None:
             self._let_go(attached)

@@ -210,9 +210,7 @@ class SendingSource(ABC):
 
     @abstractmethod
     def inspect(self) -> None:
-        """Called a few times a second (``visitors.LOOK_S``): close connections that a peer holds
-        without use.
-        """
+        """A few times a second (``visitors.LOOK_S``): end connections held without use."""
 
     @abstractmethod
     def close(self) -> None:
@@ -351,7 +349,6 @@ class TakingSide(ABC):
         """
 
     def pollables(self) -> Sequence[Readable]:
-        """What the IO thread polls for reading."""
         return ()
 
     @property
@@ -397,9 +394,7 @@ class DirectSink(TakingSide):
         return None
 
     def look(self) -> list[SinkCompletion]:
-        """As ``poll``, but without a wait for copies that are about to end; these are left to
-        ``poll``.
-        """
+        """As ``poll``, but without a wait for copies that are about to end."""
         return self.poll()
 
 
@@ -423,15 +418,11 @@ class ReceivingSink(TakingSide):
 
     @abstractmethod
     def submit_expect(self, request: ReadRequest) -> None:
-        """Expect the chunks of this read. Called BEFORE the Pull is sent: chunks may overtake the
-        Grant.
-        """
+        """Called BEFORE the Pull is sent: chunks may overtake the Grant."""
 
     @abstractmethod
     def inspect(self) -> None:
-        """Called a few times a second (``visitors.LOOK_S``): drop sources that send more than they
-        may.
-        """
+        """A few times a second (``visitors.LOOK_S``): drop sources that send too much."""
 
 
 SinkTransport = DirectSink | ReceivingSink

@@ -82,7 +82,7 @@ class Bounds:
 
 
 class Router:
-    """A ROUTER socket that listens on ``host``, and its connections.
+    """A ROUTER socket that listens on ``host``, and its connections (``visitors``).
 
     Args:
         ports: it takes the first that is free.
@@ -101,28 +101,28 @@ class Router:
         has_unix_socket: bool = False,
     ) -> None:
         self.socket: Socket = context.socket(zmq.ROUTER)
-        self._visitors = Visitors(context, self.socket, bounds.unread_nbytes)
-        self.monitor = self._visitors.monitor
+        self.visitors = Visitors(context, self.socket, bounds.unread_nbytes)
+        self.monitor = self.visitors.monitor
         try:
             _set_options(self.socket, config, bounds)
             # Otherwise a message to a peer that has gone, or does not read, is dropped without an
             # error
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._visitors.endpoint = self.endpoint = _bind(self.socket, config, ports)
-            self._visitors.key = config.curve_public_key
+            self.visitors.endpoint = self.endpoint = _bind(self.socket, config, ports)
+            self.visitors.key = config.curve_public_key
             if has_unix_socket and not bind_unix(self.socket, self.endpoint):
                 _log.debug("no Unix socket beside %s: everybody uses TCP", self.endpoint)
         except BaseException:
-            self._visitors.close()
+            self.visitors.close()
             self.socket.close(linger=0)
             raise
-        self._inbox = Inbox(self.socket, self._visitors)
+        self._inbox = Inbox(self.socket, self.visitors)
         self._poller = zmq.Poller()
         self._poller.register(self.monitor, zmq.POLLIN)  # first: the ends of connections
         self._poller.register(self.socket, zmq.POLLIN)
 
     def __len__(self) -> int:
-        return len(self._visitors)
+        return len(self.visitors)
 
     def poll(self) -> Iterator[list[zmq.Frame]]:
         """Handle the monitor and the socket, for a caller that has not polled them. If nothing is
@@ -130,13 +130,9 @@ class Router:
         """
         for socket, _ in self._poller.poll(0):
             if socket is self.monitor:
-                self.meet()
+                self.visitors.meet()
             else:
                 yield from self.receive()
-
-    def meet(self) -> None:
-        """Note new and ended connections; call it when ``monitor`` can be read."""
-        self._visitors.meet()
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """The messages that came, each with the peer's identity first, for one turn. Of a message
@@ -144,24 +140,8 @@ class Router:
         """
         for frames in self._inbox.receive():
             if frames[-1].more:
-                self._visitors.send_away(frames[0], MANY_PARTS)
+                self.visitors.send_away(frames[0], MANY_PARTS)
             yield frames
-
-    def warn(self, frame: zmq.Frame, why: str) -> None:
-        """Warn the connection that sent this frame: it is ended if it misbehaves again. For a while
-        its address makes no new connections.
-        """
-        self._visitors.warn(frame, why)
-
-    def take_gone(self) -> list[bytes]:
-        """The identities of connections that have ended since the last call, and had sent a
-        message. If a last message of one is read later, its identity is returned once more.
-        """
-        return self._visitors.take_gone()
-
-    def has_gone(self, identity: bytes) -> bool:
-        """Whether it is among those that ``take_gone`` will return."""
-        return self._visitors.has_gone(identity)
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
         """Send one message. False if the peer has gone, or its queue is full: who does not read is
@@ -176,7 +156,7 @@ class Router:
         except zmq.ZMQError as exc:
             _log.debug("%s: a connection takes nothing: %s", self.endpoint, exc)
             if exc.errno == zmq.EAGAIN:
-                self._visitors.unread(identity)
+                self.visitors.unread(identity)
             return False
         return True
 
@@ -184,12 +164,11 @@ class Router:
         """Close connections that have sent too much that was not read. Returns how many handshakes
         have failed since the last call.
         """
-        self._visitors.look(was_empty=self._inbox.take_empty())
-        return self._visitors.take_num_failed()
+        self.visitors.look(was_empty=self._inbox.take_empty())
+        return self.visitors.take_num_failed()
 
     def close(self) -> None:
-        """Stop listening and end every connection. Idempotent."""
-        self._visitors.close()
+        self.visitors.close()
         self.socket.close()
 
 
@@ -264,9 +243,7 @@ class Dealer:
             yield frames
 
     def why_ended(self) -> str | None:
-        """Why the connection has ended for good, by the monitor. None: it is established, or may
-        still be.
-        """
+        """For good, by the monitor. None: it is established, or may still be."""
         while not self.monitor.closed and self.monitor.poll(0):
             kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
             if kind == zmq.EVENT_CONNECTED:  # which a thread may say after its first messages
@@ -285,9 +262,7 @@ class Dealer:
         return None
 
     def send(self, frame: bytes) -> bool:
-        """One message, which leaves when the connection stands. False if it is not taken; the
-        monitor tells the rest.
-        """
+        """It leaves when the connection stands. False if it is not taken."""
         self._said_s = time.monotonic()
         try:
             self.socket.send(frame, _NOBLOCK)
@@ -307,7 +282,6 @@ class Dealer:
             raise ProtocolError(f"it has sent {nbytes} bytes that are no messages, or too many")
 
     def close(self) -> None:
-        """Close; sent messages may still leave, for ``linger_ms`` of the bounds. Idempotent."""
         if not self.monitor.closed:
             with contextlib.suppress(zmq.ZMQError):  # refused when the engine ends at that moment
                 self.socket.disable_monitor()
@@ -338,9 +312,7 @@ class Dealer:
 
 
 def bind_address(host: str) -> str:
-    """The address that a listener binds and announces. Raises ConfigError for one that peers cannot
-    use.
-    """
+    """Also announced. Raises ConfigError for one that peers cannot use."""
     try:
         found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
     except OSError as e:
@@ -358,9 +330,7 @@ def bind_address(host: str) -> str:
 
 
 def bind_unix(socket: Socket, endpoint: str) -> bool:
-    """Also listen on the Unix socket beside ``endpoint``, without CURVE. False if that is not
-    possible, which costs nothing but speed.
-    """
+    """Listen beside ``endpoint``, too, without CURVE. False: not possible, which costs speed."""
     socket.curve_server = False  # for this listener only; earlier ones keep their setting
     try:
         socket.bind(unix_endpoint(endpoint))
@@ -380,7 +350,6 @@ def ask_guard(socket: Socket, config: Config) -> None:
 
 
 def _bind(socket: Socket, config: Config, ports: Ports) -> str:
-    """Listen with the guard at the door, on the first port that is free; the endpoint."""
     address = bind_address(config.host)
     host = f"[{address}]" if ":" in address else address
     socket.setsockopt(zmq.IPV6, int(":" in address))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import (
@@ -54,7 +55,6 @@ class Choice:
         return self.staging.chunk_nbytes(self.costs, nbytes) if self.staging is not None else 0
 
     def __str__(self) -> str:
-        """For the one log line of a peer."""
         path = f" over {self.trial.path}" if self.trial.path else ""
         cut = ""
         if (staging := self.staging) is not None:
@@ -116,7 +116,7 @@ def choose(
             f"{source.control_endpoint}: expected a wire that works, got none: "
             f"{listed or 'no candidates'}"
         )
-    best = min(working, key=lambda choice: choice.duration_s)  # equal times: the preferred wire
+    best = min(working, key=attrgetter("duration_s"))  # equal times: the preferred wire
     for other in working:
         if other is not best:
             durations = f"{ms_text(other.duration_s)} ms instead of {ms_text(best.duration_s)}"
@@ -135,9 +135,7 @@ def _check_speed(trial: Trial, min_gbps: float | None) -> None:
 def make_choice(
     name: str, bounds: StagingBounds | None, trial: Trial, workload: Workload
 ) -> Choice:
-    """The choice of this wire: its time for the workload, and its staging. Raises
-    TransportUnavailable where the settings leave no room for the staging.
-    """
+    """Raises TransportUnavailable where the settings leave no room for the staging."""
     costs = trial.costs
     if bounds is None:
         return Choice(name, trial, workload, costs.direct_s(workload.nbytes))

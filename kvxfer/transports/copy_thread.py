@@ -16,7 +16,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -241,19 +242,13 @@ class CopyThreads:
         self._threads = [CopyThread(small_nbytes=small_nbytes) for _ in range(number)]
 
     def submit(self, job: CopyJob) -> None:
-        """As :meth:`CopyThread.submit`."""
-        min(self._threads, key=lambda thread: thread.num_jobs).submit(job)
+        min(self._threads, key=attrgetter("num_jobs")).submit(job)
 
     def cancel(self, job: CopyJob) -> None:
-        """As :meth:`CopyThread.cancel`: the thread that has the job ends it."""
         for thread in self._threads:
             thread.cancel(job)
 
     def close(self) -> None:
-        """Wait for the running pieces, end all other jobs as cancelled, end the threads.
-
-        Idempotent.
-        """
         for thread in self._threads:
             thread.close()
 
@@ -295,16 +290,15 @@ class Mailbox(Generic[T]):
         self._told = True
         self._wake()
 
-    def drain(self) -> Iterator[T]:
+    def drain(self) -> list[T]:
         """All unread items; never blocks."""
         # The flag goes down before the first look, so an item that comes after the last look wakes
         # again.
         self._told = False
-        while True:
-            try:
-                yield self._items.get_nowait()
-            except queue.Empty:
-                return
+        found: list[T] = []
+        while not self._items.empty():
+            found.append(self._items.get_nowait())
+        return found
 
     def take(self) -> T:
         """Wait for one item: for the end of jobs at shutdown."""

@@ -52,9 +52,9 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.channel import Context
-from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyJob
 from kvxfer.transports.launches import Flight, Launches
+from kvxfer.transports.wake_up import Completions
 
 MAX_BOUND = 1024
 """Geometry classes of one attachment whose addresses are kept; a plan has a handful."""
@@ -73,9 +73,7 @@ processes take turns on the GPU another may be interrupted.
 
 
 def cuda_ipc_source(memory: LocalMemory, *_: object, gpu: Gpu | None = None) -> DirectSource:
-    """Export this rank's memories. Raises TransportUnavailable for memory that cannot be
-    exported.
-    """
+    """Raises TransportUnavailable for memory that cannot be exported."""
     gpu = gpu or Gpu(memory.device)
     return DirectSource("cuda_ipc", tuple(gpu.export(tensor) for tensor in memory.tensors))
 
@@ -252,7 +250,6 @@ class CudaIpcSink(MappingSink[MappedMemory]):
             self._wake()
 
     def copied(self, keys: Collection[TransferKey]) -> torch.cuda.Event | None:
-        """An event behind the reads' copies; None if some are still to be launched."""
         pulls = [self._pulls.get(key) for key in keys]
         if self._stream is None or any(pull is None or pull.launches is not None for pull in pulls):
             return None
@@ -276,7 +273,6 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         return self._done()
 
     def look(self) -> list[SinkCompletion]:
-        """Progress and ends of the copies that are over now."""
         try:
             self._land(self._in_flight.land())
             if self._launch():
@@ -287,11 +283,9 @@ class CudaIpcSink(MappingSink[MappedMemory]):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is on its way, and nothing has to be told or unmapped."""
         return not (self._pulls or self._completions or self._leaving)
 
     def close(self) -> None:
-        """Launch no more, wait for what runs, unmap."""
         for pull in self._pulls.values():
             pull.end_as(ReadStopped(pull.key))
         try:
@@ -314,9 +308,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
     def _launches(
         self, request: ReadRequest, attached: Attached[MappedMemory]
     ) -> list[Iterator[Launched]]:
-        """The launches of each class that is read; everything is checked at once. Raises
-        ValueError.
-        """
+        """Of each class that is read; all is checked at once. Raises ValueError."""
         source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
         sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
         return [
@@ -370,16 +362,14 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         return has_launched
 
     def _land(self, landed: Sequence[Flight[_Pull]]) -> None:
-        """Note launches that are over."""
         for flight in landed:
             pull = flight.owner
             pull.num_in_flight -= 1
             pull.nbytes += flight.nbytes
             if pull.launches is not None:
-                self._completions.note(Progress(pull.key, pull.nbytes))
+                self._completions.append(Progress(pull.key, pull.nbytes))
 
     def _finish(self) -> bool:
-        """End the reads that have nothing in flight and launch no more; True if there was one."""
         over = [
             pull
             for pull in self._pulls.values()
@@ -387,13 +377,11 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         ]
         for pull in over:
             del self._pulls[pull.key]
-            self._completions.note(pull.end or ReadDone(pull.key, pull.nbytes, certified=False))
+            self._completions.append(pull.end or ReadDone(pull.key, pull.nbytes, certified=False))
         return bool(over)
 
     def _break(self, detail: str) -> None:
-        """Break all reads after an error of CUDA's: nothing runs in this process's context any
-        more.
-        """
+        """After an error of CUDA's nothing runs in this process's context any more."""
         self._broken = f"this GPU cannot be used any more: {detail}"
         self.counts["gpu_broken"] += 1
         self._in_flight.forget()
@@ -403,7 +391,6 @@ class CudaIpcSink(MappingSink[MappedMemory]):
 
 
 def _events_of(classes: Sequence[Iterator[Launched]]) -> Iterator[tuple[Event, int]]:
-    """Event and bytes of each launch, one class after the other."""
     for launches in classes:
         nbytes = 0
         for launched in launches:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 from typing import TypeVar
 
 from kvxfer.config import OWN_TRANSPORTS, WIRE_GROUP, Config
@@ -68,7 +69,7 @@ def external_wires() -> dict[str, Wire]:
     What cannot be used is left out, with one warning that names the entry point and the reason.
     """
     wires: dict[str, Wire] = {}
-    found = sorted(entry_points(group=WIRE_GROUP), key=lambda point: point.name)
+    found = sorted(entry_points(group=WIRE_GROUP), key=attrgetter("name"))
     names = [point.name for point in found]
     for point in found:
         try:

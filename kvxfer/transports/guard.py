@@ -24,12 +24,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import zmq
 from zmq.utils import z85
 
+from kvxfer.bounded import Bounded
 from kvxfer.config import Config
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports.key_folder import accepted_keys, short
@@ -125,8 +127,8 @@ class Penalties:
     """
 
     def __init__(self) -> None:
-        self._by_address: dict[str, _Penalty] = {}
-        self._begun: dict[str, tuple[float, int]] = {}
+        self._by_address: Bounded[str, _Penalty] = Bounded(_MAX_PENALTIES)
+        self._begun: Bounded[str, tuple[float, int]] = Bounded(_MAX_PENALTIES)
 
     def begun(self, address: str, now_s: float) -> int:
         """A connection of this address was admitted. From the guard's thread. Returns how many were
@@ -135,8 +137,6 @@ class Penalties:
         since_s, number = self._begun.pop(address, (now_s, 0))
         if now_s - since_s >= BEGUN_S:
             since_s, number = now_s, 0
-        elif not number and len(self._begun) >= _MAX_PENALTIES:
-            del self._begun[next(iter(self._begun))]
         self._begun[address] = since_s, number + 1
         return number + 1
 
@@ -147,20 +147,16 @@ class Penalties:
             for address, (since_s, number) in list(self._begun.items())
             if now_s - since_s < BEGUN_S
         }
-        return max(late.items(), key=lambda item: item[1], default=("", 0))
+        return max(late.items(), key=itemgetter(1), default=("", 0))
 
     def add(self, address: str, now_s: float) -> None:
-        """A connection of this address has misbehaved."""
         last = self._by_address.pop(address, None)
         length_s = PENALTY_S
         if last is not None and now_s < last.until_s + FORGET_S:
             length_s = min(2 * last.length_s, MOST_PENALTY_S)
-        elif len(self._by_address) >= _MAX_PENALTIES:
-            del self._by_address[next(iter(self._by_address))]
         self._by_address[address] = _Penalty(now_s + length_s, length_s)
 
     def holds(self, address: str, now_s: float) -> bool:
-        """Whether this address has to wait."""
         penalty = self._by_address.get(address)
         return penalty is not None and now_s < penalty.until_s
 
@@ -169,9 +165,7 @@ _penalties: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], Penalties] = WeakK
 
 
 def penalties_of(context: zmq.Context[zmq.Socket[bytes]]) -> Penalties:
-    """The penalties of a context. Its listeners add to them and its guard reads them, on different
-    threads.
-    """
+    """Listeners add to them and the guard reads them, on different threads."""
     return _penalties.setdefault(context, Penalties())
 
 
@@ -201,7 +195,6 @@ class Guard:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end of its thread; call it after the context was ended."""
         self._thread.join()
 
     def _main(self) -> None:
@@ -236,7 +229,6 @@ class Guard:
         return [b"1.0", request_id, status, text, (key or "").encode(), b""]
 
     def _has_to_wait(self, address: str, now_s: float) -> bool:
-        """Whether it has a penalty, or gets one for one connection too many."""
         if self._penalties.holds(address, now_s):
             return True
         if user_of(address) is not None or self._penalties.begun(address, now_s) <= MOST_BEGUN:

@@ -63,7 +63,6 @@ class FolderKeys:
 
     @property
     def accepted(self) -> dict[str, str]:
-        """The public keys, oldest first, and which each is."""
         pairs = (("previous", self.previous), ("current", self.current), ("next", self.next))
         return {pair.public: what for what, pair in pairs if pair is not None}
 
@@ -95,7 +94,6 @@ def read_keys(folder: str | Path) -> FolderKeys:
 
 
 def _read(path: Path) -> KeyPair | None:
-    """None where there is no file."""
     try:
         mode = path.stat().st_mode & 0o777
         public, secret = load_certificate(path)

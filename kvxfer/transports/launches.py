@@ -67,7 +67,6 @@ class Launches(Generic[T]):
         return len(self._flights)
 
     def add(self, owner: T, event: Event, nbytes: int) -> None:
-        """Note a launch that was put on the stream."""
         begins_s = time.perf_counter()
         if self._flights:
             begins_s = max(begins_s, self._flights[-1].due_s)
@@ -95,9 +94,7 @@ class Launches(Generic[T]):
         return landed
 
     def land_close(self) -> list[Flight[T]]:
-        """Wait for launches that will be over in a moment; none if none will. Raises
-        RuntimeError.
-        """
+        """Wait for launches that will be over in a moment. Raises RuntimeError."""
         while self._flights:
             early_s = self._flights[0].due_s - time.perf_counter()
             if not -CLOSE_S <= early_s <= CLOSE_S + WAKE_S:
@@ -107,14 +104,12 @@ class Launches(Generic[T]):
         return []
 
     def expect(self) -> None:
-        """Have the waiting thread wait for every launch in flight."""
         waited = [flight for flight in self._flights if not flight.is_expected]
         for flight in waited:
             flight.is_expected = True
             self._waiter.expect(flight)
 
     def forget(self) -> None:
-        """Drop all launches: the GPU has failed."""
         self._flights.clear()
         self.nbytes = 0
 
@@ -124,7 +119,6 @@ class Launches(Generic[T]):
             flight.event.synchronize()
 
     def close(self) -> None:
-        """End the thread, after the last event."""
         self._waiter.close()
 
     def _measure(self, flight: Flight[T], looked_s: float) -> None:
@@ -147,11 +141,9 @@ class _Waiter(Generic[T]):
         self._thread.start()
 
     def expect(self, flight: Flight[T]) -> None:
-        """Wake the IO thread when the launch is nearly due, and when it is over or has failed."""
         self._flights.put(flight)
 
     def close(self) -> None:
-        """End the thread, after it has waited for every event."""
         self._flights.put(None)
         self._thread.join()
 

@@ -64,7 +64,6 @@ def is_own_user(frame: zmq.Frame | None) -> bool:
 
 
 def refusal(name: str) -> str:
-    """The message of a refusal, for both sides."""
     return (
         f"{name}: expected a process of the same user on this host, because the library takes "
         "what peers send unchecked; where only trusted hosts reach the network, set trust_network "
@@ -138,7 +137,6 @@ def _rdma_ports() -> list[str]:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """The name of each device and one IPv4 address of it."""
     space = array.array("B", bytes(_MOST_ADDRESSES * _IFREQ_NBYTES))
     begin, nbytes = space.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

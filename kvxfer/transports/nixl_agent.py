@@ -49,12 +49,10 @@ class Area(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, memory: torch.Tensor) -> Area:
-        """Where a contiguous tensor of bytes lies."""
         kind: Literal["DRAM", "VRAM"] = "DRAM" if memory.device.type == "cpu" else "VRAM"
         return cls(memory.data_ptr(), memory.numel(), memory.device.index or 0, kind)
 
     def part(self, begin: int, nbytes: int) -> Area:
-        """So many bytes of it."""
         return Area(self.address + begin, nbytes, self.device, self.kind)
 
 
@@ -67,9 +65,7 @@ class Request:
         self._nixl, self._agent, self._handle = nixl, agent, handle
 
     def post(self) -> bool:
-        """Begin the transfer. True if it is done already, as on one host, where this process copies
-        by itself.
-        """
+        """True if it is done already, as on one host, where this process copies by itself."""
         return self._state(self._agent.postXferReq)
 
     def is_done(self) -> bool:
@@ -144,9 +140,7 @@ class NixlAgent:
             return self._agent.createBackend("UCX", {})
 
     def register(self, area: Area) -> _Foreign:
-        """Register memory for peers, until ``deregister`` gets what this returns. Raises
-        TransportUnavailable.
-        """
+        """``deregister`` gets what this returns. Raises TransportUnavailable."""
         descriptor = (area.address, area.nbytes, area.device, "")
         registered = self._nixl.bindings.nixlRegDList(self._nixl.kinds[area.kind], [descriptor])
         try:
@@ -158,11 +152,9 @@ class NixlAgent:
         return registered
 
     def deregister(self, registered: _Foreign) -> None:
-        """Undo a ``register``, by what it returned."""
         self._agent.deregisterMem(registered, self._backends)
 
     def metadata(self, registered: _Foreign | None = None) -> bytes:
-        """What a peer needs to reach this agent and this memory."""
         if registered is None:
             registered = self._nixl.bindings.nixlRegDList(self._nixl.kinds["DRAM"])
         return bytes(self._agent.getLocalPartialMD(registered, True, self._backends))
@@ -179,7 +171,6 @@ class NixlAgent:
         return str(name, "ascii")
 
     def remove_peer(self, peer: str) -> None:
-        """Forget it and everything of it."""
         self._agent.invalidateRemoteMD(peer)
 
     def request(self, operation: Operation, own: Area, peer: str, theirs: Area) -> Request:
@@ -205,7 +196,6 @@ class NixlAgent:
         return True
 
     def notes(self) -> list[tuple[str, bytes]]:
-        """The messages of other agents since the last call: name of the agent, bytes."""
         try:
             found = self._agent.getNotifs({}, self._backends)
         except UnicodeDecodeError as exc:  # not from an agent of ours; the others' went with it
@@ -214,5 +204,4 @@ class NixlAgent:
         return [(str(peer), bytes(note)) for peer, notes in found.items() for note in notes]
 
     def close(self) -> None:
-        """Its thread ends, and nothing of UCX touches memory any more."""
         del self._agent

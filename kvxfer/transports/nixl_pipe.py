@@ -7,6 +7,12 @@ sink's staging, and announces it when it lies there. The sink chooses one of the
 NIXL has no descriptor that tells when a transfer is over. On one host NIXL copies by itself, and a
 transfer is over when it has been posted. Otherwise an alarm wakes the IO thread after 50 us, 100,
 200 and so on, and the IO thread polls.
+
+Neither NIXL nor UCX can tell when a peer has stopped using memory that it may reach. So such
+staging is not reused until the other end has said that it is over, or cannot be reached any more. A
+sink that was stopped may act on an announcement long after its source has dropped it, and would
+take the bytes of another request for its own. Staging is freed only after the agent: over TCP UCX
+reads and writes at an address without asking whether it is still registered.
 """
 
 from __future__ import annotations
@@ -14,30 +20,22 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Annotated
 
+import msgspec
 import torch
 import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transports.base import Wake
-from kvxfer.transports.nixl_agent import Operation
-from kvxfer.transports.nixl_ends import (
-    GO,
-    LAST_LOOK_S,
-    SLOW_LOOK_S,
-    Address,
-    End,
-    Mover,
-    NixlHost,
-    Reached,
-    Staging,
-    Writer,
-    WrittenTo,
-)
+from kvxfer.transports.native_peers import net_devices, parse_address
+from kvxfer.transports.nixl_agent import MOST_ADDRESS, Area, NixlAgent, Operation, Request
 from kvxfer.transports.pipe import (
     Parts,
     Pipe,
@@ -47,8 +45,10 @@ from kvxfer.transports.pipe import (
     SourceLane,
     StagingSize,
     check_no_parts,
+    make_staging,
+    trial_slots,
 )
-from kvxfer.transports.stream_trial import trial_slots
+from kvxfer.transports.wake_up import Alarm
 
 WAYS: tuple[Operation, ...] = ("WRITE", "READ")
 """WRITE is the usual one. WRITE over READ in GB/s, NIXL 1.5.1: between two processes of a busy host
@@ -78,7 +78,6 @@ class NixlSourceLane(SourceLane):
         self.address = end.address(operation)
 
     def staging(self, slot: int, nbytes: int) -> torch.Tensor:
-        """The beginning of the slot."""
         return self._parts[slot][:nbytes]
 
     def send(self, slot: int, generation: int, nbytes: int) -> Parts:
@@ -122,7 +121,6 @@ class NixlSinkLane(SinkLane):
         self.address = end.address(operation)
 
     def connected(self, address: bytes) -> None:
-        """Reading or being written may begin."""
         theirs = Address.decode(address)
         if (theirs.connection, theirs.operation) != (self._end.connection, self._operation):
             raise PipeBroken(
@@ -133,7 +131,6 @@ class NixlSinkLane(SinkLane):
     def announced(
         self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
     ) -> None:
-        """A READ begins; what was written is there."""
         check_no_parts(parts)
         self._nbytes[slot] = nbytes
         if self._mover is not None:
@@ -142,14 +139,12 @@ class NixlSinkLane(SinkLane):
             self._written.append(slot)
 
     def poll(self) -> Sequence[int]:
-        """Slots whose payload has come since the last call, in any order."""
         if self._mover is not None:
             return self._mover.moved()
         written, self._written = self._written, []
         return written
 
     def payload(self, slot: int) -> torch.Tensor:
-        """The beginning of the slot."""
         return self._parts[slot][: self._nbytes[slot]]
 
     def free(self, slot: int) -> None:
@@ -184,9 +179,7 @@ class NixlPipe(Pipe):
 
     @property
     def quarantined_nbytes(self) -> int:
-        """Staging that was closed some time ago and that a peer may still reach, or that an
-        operation still goes on with.
-        """
+        """Staging that was closed some time ago and that a peer may still reach."""
         before_s = time.monotonic() - KEPT_S
         late = (end for end in self._closing if (end.closed_s or 0.0) < before_s)
         return sum(end.staging.slots.nbytes for end in late)
@@ -202,11 +195,9 @@ class NixlPipe(Pipe):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no closed end is still in use."""
         return not self._ends
 
     def open_source(self, address: bytes, slots: Slots) -> NixlSourceLane:
-        """For either operation, as the sink says."""
         try:
             theirs = Address.decode(address)
             end = self._source_end(theirs, slots)
@@ -232,7 +223,6 @@ class NixlPipe(Pipe):
         return end
 
     def open_sink(self, slots: Slots, way: str = "") -> NixlSinkLane:
-        """The end asks its source for the operation of ``way``."""
         operation: Operation = "READ" if self.way_named(way) == "READ" else "WRITE"
         connection, host = secrets.token_bytes(16), self._host
         end: End
@@ -244,7 +234,6 @@ class NixlPipe(Pipe):
         return NixlSinkLane(self, end, operation)
 
     def progress(self) -> None:
-        """Notes of the peers, and ends that were closed."""
         if not self._is_open or not self._ends:
             return
         for peer, note in self._host.agent.notes():
@@ -263,9 +252,7 @@ class NixlPipe(Pipe):
         return True
 
     def close(self) -> None:
-        """Wait a moment for operations in flight. Memory of those that do not end is kept until the
-        process ends.
-        """
+        """Memory of operations that do not end is kept until the process ends."""
         if not self._is_open:
             return
         for end in list(self._ends.values()):
@@ -299,3 +286,326 @@ class NixlPipe(Pipe):
         if not self._has_ended(end):
             self._closing.append(end)
             self._host.alarm.after(LAST_LOOK_S)
+
+
+# ------------------------------------------------------------------ the ends of connections
+
+
+FIRST_LOOK_S, LAST_LOOK_S = 50e-6, 1e-3
+"""When a transfer is looked at that goes on: each time twice as late, and again from the first on
+when one has ended."""
+SLOW_LOOK_S = 0.1
+"""How often a peer is asked for that has to let go of staging."""
+GO, OVER = b"go", b"ov"
+"""Notes of NIXL's, before the name of a connection: the sink knows the source, which may write from
+now on; the end that reads or writes has done so for the last time."""
+
+
+class Staging:
+    """Registered memory, by slots. Raises TransportUnavailable."""
+
+    def __init__(self, host: NixlHost, slots: Slots) -> None:
+        self.slots = slots
+        self._agent = host.agent
+        with host.on_device():
+            self.memory = make_staging(slots.nbytes, host.device)
+            if self.memory.is_cuda:
+                torch.cuda.current_stream(host.device).synchronize()  # it is zeroed
+            self.area = Area.of(self.memory)
+            self._registered = self._agent.register(self.area)
+        nbytes = slots.slot_nbytes
+        self.parts = [self.memory[n * nbytes :][:nbytes] for n in range(slots.num_slots)]
+
+    def metadata(self) -> bytes:
+        return self._agent.metadata(self._registered)
+
+    def slot(self, slot: int, nbytes: int) -> Area:
+        return self.area.part(slot * self.slots.slot_nbytes, nbytes)
+
+    def deregister(self) -> None:
+        """Peers cannot reach it any more, where the hardware checks it."""
+        self._agent.deregister(self._registered)
+
+    def give_back(self) -> None:
+        self.deregister()
+        del self.memory, self.parts
+
+
+class NixlHost:
+    """What all ends of a pipe share: the agent, its known peers, staging. Raises
+    TransportUnavailable: what is missing, and what to install.
+    """
+
+    def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
+        self.device = device
+        with self.on_device():
+            self.agent = NixlAgent(net_devices(config))
+        self.alarm = Alarm(wake)
+        self._peers: Counter[str] = Counter()
+        self._kept: list[Staging] = []
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """The CUDA context for calls of NIXL: UCX finds the memory's GPU by the current context."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Connections to one agent share what is known of it. Raises PipeBroken."""
+        for peer in [peer for peer, num_ends in self._peers.items() if not num_ends]:
+            if not self.agent.notify(peer, b""):
+                del self._peers[peer]
+                self.agent.remove_peer(peer)
+        peer = self.agent.add_peer(metadata)
+        self._peers[peer] += 1
+        return peer
+
+    def remove_peer(self, peer: str) -> None:
+        """After its last connection it stays known until it cannot be reached any more: UCX 1.23
+        leaves a socket open for each time that a living peer is forgotten.
+        """
+        self._peers[peer] -= 1
+
+    def staging_to_reach(self, slots: Slots) -> Staging:
+        """For a peer to read or write; perhaps kept. Raises TransportUnavailable."""
+        for staging in self._kept:
+            if staging.slots == slots:
+                self._kept.remove(staging)
+                return staging
+        return Staging(self, slots)
+
+    def keep(self, staging: Staging) -> None:
+        """It stays registered where it is: what a peer knows of an address does not change."""
+        self._kept.append(staging)
+
+    def close(self) -> None:
+        self.alarm.close()
+        for staging in self._kept:
+            staging.deregister()
+        self.agent.close()
+        self._kept = []  # after the agent: over TCP it reads for peers without asking
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """What one end says of itself. ``connection``, ``operation``: as the sink has said."""
+
+    connection: Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+    operation: Operation
+    metadata: bytes
+    area: Area
+    slot_nbytes: int
+
+    @classmethod
+    def decode(cls, address: bytes) -> Address:
+        """Parse what the other end sent. Raises PipeBroken."""
+        return parse_address("nixl", address, cls)
+
+
+class End(ABC):
+    """One end of a connection. Closed, it is the pipe's until it is over."""
+
+    def __init__(self, host: NixlHost, staging: Staging, connection: bytes) -> None:
+        self.host, self.staging, self.connection = host, staging, connection
+        self.peer = ""
+        self.closed_s: float | None = None
+
+    def meet(self, theirs: Address) -> None:
+        """Check the other end's staging and connect to its agent. Raises PipeBroken."""
+        slots, area = self.staging.slots, theirs.area
+        # A source may have fewer slots than its sink has asked for
+        fits = theirs.slot_nbytes == slots.slot_nbytes and not area.nbytes % slots.slot_nbytes
+        if not fits or area.address + area.nbytes > MOST_ADDRESS:
+            raise PipeBroken(f"nixl: expected staging of {slots}, got {theirs.area}")
+        self.peer = self.host.add_peer(theirs.metadata)
+
+    def address(self, operation: Operation) -> bytes:
+        staging = self.staging
+        nbytes = staging.slots.slot_nbytes
+        return msgspec.msgpack.encode(
+            Address(self.connection, operation, self.metadata(), staging.area, nbytes)
+        )
+
+    @abstractmethod
+    def metadata(self) -> bytes:
+        """With it the peer can reach what it has to reach, and no more."""
+
+    @abstractmethod
+    def heard(self, word: bytes) -> None:
+        """A note of the peer's for this connection."""
+
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether nothing can touch the staging any more."""
+
+    def let_go(self) -> None:
+        if self.peer:
+            self.host.remove_peer(self.peer)
+
+
+class Mover(End):
+    """The end that reads or writes, and so knows when its transfers are over."""
+
+    def __init__(
+        self, host: NixlHost, staging: Staging, connection: bytes, operation: Operation
+    ) -> None:
+        super().__init__(host, staging, connection)
+        self._operation = operation
+        self._theirs: Address | None = None
+        self._requests: dict[int, tuple[int, Request]] = {}
+        """Of each slot the size and the request for it, which is posted again and again."""
+        self._moving: dict[int, Request] = {}
+        self._moved: list[int] = []
+        self._failed = ""
+        self._look_s = FIRST_LOOK_S
+
+    def metadata(self) -> bytes:
+        return self.host.agent.metadata()
+
+    def meet(self, theirs: Address) -> None:
+        super().meet(theirs)
+        self._theirs = theirs
+
+    def heard(self, word: bytes) -> None:
+        """Nothing that matters to it."""
+
+    def start(self, slot: int, nbytes: int) -> None:
+        """Begin the transfer of one chunk. Raises PipeBroken."""
+        request = self._request(slot, nbytes)
+        self._moving[slot] = request  # before it is posted: where that fails it is not looked at
+        with self.host.on_device():
+            if self._look(slot, request.post):
+                return
+        self._look_s = FIRST_LOOK_S
+        self.host.alarm.after(FIRST_LOOK_S)
+
+    def moved(self) -> list[int]:
+        """Slots whose transfer is over; those before what has failed. Raises PipeBroken."""
+        if self._moving:
+            try:
+                self._look_at_all()
+            except PipeBroken as exc:
+                self._failed = str(exc)
+        moved, self._moved = self._moved, []
+        if moved:
+            self._look_s = FIRST_LOOK_S
+        elif self._failed:
+            raise PipeBroken(self._failed)
+        if self._moving:
+            self.host.alarm.after(self._look_s)
+            self._look_s = min(2 * self._look_s, LAST_LOOK_S)
+        return moved
+
+    def is_over(self) -> bool:
+        while self._moving:
+            try:
+                self._look_at_all()
+            except PipeBroken:
+                continue  # that one is over, too
+            return not self._moving
+        return True
+
+    def let_go(self) -> None:
+        for _, request in self._requests.values():
+            request.release()
+        self._requests.clear()
+        self.staging.give_back()
+        if self.peer:
+            self.host.agent.notify(self.peer, OVER + self.connection)
+        super().let_go()
+
+    def _look_at_all(self) -> None:
+        with self.host.on_device():
+            for slot, request in list(self._moving.items()):
+                self._look(slot, request.is_done)
+
+    def _look(self, slot: int, ask: Callable[[], bool]) -> bool:
+        try:
+            is_done = ask()
+        except PipeBroken:
+            del self._moving[slot]
+            raise
+        if is_done:
+            del self._moving[slot]
+            self._moved.append(slot)
+        return is_done
+
+    def _request(self, slot: int, nbytes: int) -> Request:
+        made = self._requests.get(slot)
+        if made is not None:
+            if made[0] == nbytes:
+                return made[1]
+            del self._requests[slot]
+            made[1].release()
+        if self._theirs is None:
+            raise PipeBroken("nixl: expected the address of the other end first, got a chunk")
+        if (slot + 1) * self._theirs.slot_nbytes > self._theirs.area.nbytes:
+            raise PipeBroken(f"nixl: expected a slot of {self._theirs.area}, got number {slot}")
+        theirs = self._theirs.area.part(slot * self._theirs.slot_nbytes, nbytes)
+        own = self.staging.slot(slot, nbytes)
+        request = self.host.agent.request(self._operation, own, self.peer, theirs)
+        self._requests[slot] = (nbytes, request)
+        return request
+
+
+class Reached(End):
+    """The end whose staging the other one reaches: a source's, which is read, or a sink's, which is
+    written.
+    """
+
+    def __init__(self, host: NixlHost, staging: Staging, connection: bytes) -> None:
+        super().__init__(host, staging, connection)
+        self._is_over = False
+        self._next_call_s = 0.0
+
+    def metadata(self) -> bytes:
+        return self.staging.metadata()
+
+    def heard(self, word: bytes) -> None:
+        self._is_over |= word == OVER
+
+    def is_over(self) -> bool:
+        now_s = time.monotonic()
+        if self.peer and not self._is_over and now_s >= self._next_call_s:
+            self._next_call_s = now_s + SLOW_LOOK_S
+            # An endpoint that has failed carries nothing more in either direction.
+            self._is_over = not self.host.agent.notify(self.peer, b"")
+        return self._is_over or not self.peer
+
+    def let_go(self) -> None:
+        self.host.keep(self.staging)
+        super().let_go()
+
+
+class WrittenTo(Reached):
+    """A sink's end whose staging is written, once it has said GO."""
+
+    def meet(self, theirs: Address) -> None:
+        super().meet(theirs)
+        if not self.host.agent.notify(self.peer, GO + self.connection):
+            raise PipeBroken("nixl: expected a source that can be reached, got an error")
+
+
+class Writer(Mover):
+    """A source's end that writes, not before GO."""
+
+    def __init__(
+        self, host: NixlHost, staging: Staging, connection: bytes, operation: Operation
+    ) -> None:
+        super().__init__(host, staging, connection, operation)
+        self._may_write = False
+        self._waiting: deque[tuple[int, int]] = deque()
+
+    def heard(self, word: bytes) -> None:
+        self._may_write |= word == GO
+
+    def start(self, slot: int, nbytes: int) -> None:
+        if self._may_write:
+            super().start(slot, nbytes)
+        else:
+            self._waiting.append((slot, nbytes))
+            self.host.alarm.after(FIRST_LOOK_S)
+
+    def moved(self) -> list[int]:
+        if self._waiting and not self._may_write:
+            self.host.alarm.after(LAST_LOOK_S)
+        while self._waiting and self._may_write:
+            super().start(*self._waiting.popleft())
+        return super().moved()

@@ -182,7 +182,6 @@ def _make(
 
 
 def data_endpoints(sources: Mapping[str, SourceTransport]) -> dict[str, str]:
-    """For the manifest: where sinks attach, by wire."""
     return {
         name: source.data_endpoint()
         for name, source in sources.items()
@@ -193,9 +192,7 @@ def data_endpoints(sources: Mapping[str, SourceTransport]) -> dict[str, str]:
 def published_infos(
     sources: Mapping[str, SourceTransport], memory: LocalMemory
 ) -> tuple[MemoryInfo, ...]:
-    """For the manifest: handles of the direct wire that is served, so no sink maps what is not
-    offered.
-    """
+    """With handles of the direct wire that is served: no sink maps what is not offered."""
     for source in sources.values():
         if isinstance(source, DirectSource):
             return tuple(

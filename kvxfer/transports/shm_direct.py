@@ -44,8 +44,8 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.channel import Context
-from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, work_of
+from kvxfer.transports.wake_up import Completions
 
 NUM_TIMED = 4
 """Copies of a trial, 0.3 ms each: one alone, when another thread is given the core, was seen to
@@ -104,7 +104,6 @@ class _Read(CopyJob):
         self._pieces = self._copy(source)
 
     def run(self) -> bool:
-        """Copy the next piece; True if there is more."""
         return next(self._pieces, self) is not self
 
     def on_end(self) -> None:
@@ -210,7 +209,6 @@ class ShmSink(MappingSink[MappedPool]):
         self._copy_thread.submit(read)
 
     def stop_read(self, key: TransferKey) -> None:
-        """The running piece is the last one."""
         read = self._reads.get(key)
         if read is None:
             self._completions.tell(ReadStopped(key))
@@ -219,7 +217,6 @@ class ShmSink(MappingSink[MappedPool]):
         self._copy_thread.cancel(read)
 
     def poll(self) -> list[SinkCompletion]:
-        """Progress and ends of the copies."""
         done = self._completions.take()
         for read in self._mailbox.drain():
             if (completion := self._look_at(read)) is not None:
@@ -227,7 +224,6 @@ class ShmSink(MappingSink[MappedPool]):
         return done
 
     def close(self) -> None:
-        """Cancel the copies, wait for the running one, unmap."""
         for key in list(self._reads):
             self.stop_read(key)
         while self._reads:

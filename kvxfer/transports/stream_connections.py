@@ -9,11 +9,22 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from kvxfer.transports.pipe import Parts, Slots, SourceLane
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.costs import LEAST_SLOTS, MOST_SLOTS
+from kvxfer.transports.parallel import most_further, num_streams
+from kvxfer.transports.pipe import MOST_TRIAL_SLOTS, Parts, Pipe, Slots, SourceLane, trial_slots
 from kvxfer.transports.stream_machine import Sends, SourceSlot, SourceSlots
 from kvxfer.transports.stream_packing import ChunkJob
-from kvxfer.transports.stream_wire import Header
+from kvxfer.transports.stream_wire import (
+    FRAME_MAX_NBYTES,
+    MAX_SLOTS,
+    STREAM_VERSION,
+    Attach,
+    Header,
+)
 
 MAX_CONNECTIONS = 1024
 """Sinks attached at once; one more takes the place of the oldest that has no transfer."""
@@ -75,16 +86,13 @@ class Connection:
         self.streams.append(self.identity)
 
     def identity_for(self, slot: int) -> bytes:
-        """Of the stream that carries the chunk of this slot."""
         return self.streams[self.table.stream_of[slot]]
 
     @property
     def is_idle(self) -> bool:
-        """Whether the connection has no transfer and none of its slots is in use."""
         return self.table.is_idle and not len(self.sends)
 
     def close_lane(self) -> None:
-        """Close the lane, once the connection is lost and no job writes its slots any more."""
         if self.is_lost and not self.table.num[SourceSlot.FILLING] and self.lane is not None:
             self.lane.close()
             self.lane = None
@@ -114,29 +122,24 @@ class Connections:
         return self._by_identity.get(identity) or self._by_stream.get(identity)
 
     def of_read(self, name: ReadName) -> Connection | None:
-        """The connection that named this read."""
         return self._by_read.get(name)
 
     def with_staging(self, *, of_trials: bool = False) -> list[Connection]:
-        """The connections that have staging, the longest-waiting first; ``of_trials``: those of
-        trials only.
-        """
+        """The longest-waiting first; ``of_trials``: those of trials only."""
         found = (each for each in self._by_identity.values() if each.lane is not None)
         return sorted(
             (each for each in found if each.is_trial or not of_trials),
-            key=lambda connection: connection.moved_s,
+            key=attrgetter("moved_s"),
         )
 
     def add(
         self, identity: bytes, slots: Slots, address: bytes, *, is_trial: bool = False
     ) -> Connection:
-        """Add a new connection, all of whose slots are granted."""
         connection = self._by_identity[identity] = Connection(identity, slots, address, is_trial)
         return connection
 
     @property
     def num_further(self) -> int:
-        """Streams beyond the first of each connection, joined or not."""
         return sum(each.num_streams - 1 for each in self._by_token.values())
 
     def admit_streams(self, connection: Connection, num_streams: int) -> bytes:
@@ -156,7 +159,6 @@ class Connections:
         return connection
 
     def remove(self, connection: Connection) -> None:
-        """Remove a connection with its streams, and the reads that it named."""
         self._by_identity.pop(connection.identity, None)
         self._by_token.pop(connection.token, None)
         for identity in connection.streams:
@@ -165,9 +167,7 @@ class Connections:
             self.forget(name)
 
     def expect(self, connection: Connection, name: ReadName) -> bool:
-        """Note that this connection has named the read. False if its oldest read was forgotten to
-        make room.
-        """
+        """It has named the read. False if its oldest one was forgotten to make room."""
         had_room = name in connection.expected or len(connection.expected) < MAX_EXPECTED
         if not had_room:
             self.forget(next(iter(connection.expected)))
@@ -176,7 +176,62 @@ class Connections:
         return had_room
 
     def forget(self, name: ReadName) -> None:
-        """From now on the read belongs to no connection."""
         connection = self._by_read.pop(name, None)
         if connection is not None:
             connection.expected.pop(name, None)
+
+
+class Admission:
+    """The rules of one source: its settings, and what is usual for its pipe and memory."""
+
+    def __init__(self, pipe: Pipe, config: Config, device_type: str) -> None:
+        self._pipe = pipe
+        self._config = config
+        self._num_slots = config.staging_slots or MOST_SLOTS
+        self._device_type = device_type
+
+    def num_streams(self, message: Attach, num_further: int) -> int:
+        """How many streams the sink may have, where all sinks have so many further ones."""
+        if message.is_trial or not self._pipe.has_streams:
+            return 1
+        room = most_further() - num_further
+        return max(1, min(message.num_streams, num_streams(self._config), 1 + room))
+
+    def admit(self, message: Attach, num_streams: int) -> Slots:
+        """Raises ProtocolError for what does not go together, field by field."""
+        for what, is_good, expected, got in (
+            ("version", message.version == STREAM_VERSION, STREAM_VERSION, message.version),
+            ("pipe", message.pipe == self._pipe.name, self._pipe.name, message.pipe),
+            *(
+                (name, 0 < value <= most, f"1 to {most}", value)
+                for name, value, most in (
+                    ("num_slots", message.num_slots, MAX_SLOTS),
+                    ("slot_nbytes", message.slot_nbytes, FRAME_MAX_NBYTES),
+                )
+            ),
+        ):
+            if not is_good:
+                raise ProtocolError(f"attach: {what}: expected {expected}, got {got}")
+        slots = Slots(message.num_slots, message.slot_nbytes)
+        if message.is_trial:
+            most = Slots(MOST_TRIAL_SLOTS, trial_slots(self._device_type).slot_nbytes)
+            if slots.num_slots <= most.num_slots and slots.slot_nbytes <= most.slot_nbytes:
+                return slots
+            raise ProtocolError(f"attach: expected at most {most} of a trial, got {slots}")
+        return self._own_share(slots, num_streams)
+
+    def _own_share(self, asked: Slots, num_streams: int) -> Slots:
+        """As many of these slots as this side allows. Raises ProtocolError if not even two."""
+        most_nbytes = self._config.staging_nbytes
+        if most_nbytes is None:
+            usual_nbytes = self._pipe.staging_size(self._device_type).over(num_streams).nbytes
+            own_nbytes = self._num_slots * (self._config.chunk_nbytes or 0)
+            most_nbytes = max(usual_nbytes, own_nbytes, LEAST_SLOTS * asked.slot_nbytes)
+        if asked.slot_nbytes * LEAST_SLOTS > most_nbytes:
+            raise ProtocolError(
+                f"attach: slot_nbytes: expected 1 to {most_nbytes // LEAST_SLOTS}, because "
+                f"staging_nbytes is {most_nbytes} here, got {asked.slot_nbytes}; set it on the "
+                "other side, too"
+            )
+        most_slots = min(self._num_slots, most_nbytes // asked.slot_nbytes)
+        return Slots(min(asked.num_slots, most_slots), asked.slot_nbytes)

@@ -72,7 +72,6 @@ class Link:
 
     @property
     def dealers(self) -> tuple[Dealer, ...]:
-        """Of every stream, the first one first."""
         return (self.dealer, *self.further)
 
     def add_streams(self, message: Streams) -> None:
@@ -114,13 +113,10 @@ class Link:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a payload was announced and is not there yet."""
         return self.table.num[SinkSlot.AWAITED] > 0
 
     def connect(self, message: Attached, frame: zmq.Frame | None) -> None:
-        """The source's end is open. ``frame``: what ZeroMQ brought it in. Raises ProtocolError,
-        PipeBroken.
-        """
+        """``frame``: what ZeroMQ brought it in. Raises ProtocolError, PipeBroken."""
         if self.is_connected and self.further:
             return  # another stream was sooner
         if self.is_connected:
@@ -132,9 +128,7 @@ class Link:
         self.is_connected = True
 
     def announce(self, header: Header, parts: Sequence[zmq.Frame]) -> None:
-        """The pipe is told of a payload that will come, before the slots are. Raises ProtocolError,
-        PipeBroken.
-        """
+        """The pipe hears of it before the slots do. Raises ProtocolError, PipeBroken."""
         if not self.is_connected:
             raise ProtocolError("chunk: expected attached first")
         self.table.check(header)
@@ -149,11 +143,9 @@ class Link:
         return self.lane.tell(credit) or self.latest.send(credit)
 
     def send(self, message: ToSource) -> bool:
-        """By ZeroMQ. False if it does not take it; the monitor tells the rest."""
         return self.dealer.send(encode(message))
 
     def close(self) -> None:
-        """The connection ends now, the lane when nobody reads its slots any more."""
         if not self.is_lost:
             self.is_lost = True
             for dealer in self.dealers:
@@ -161,7 +153,6 @@ class Link:
             self.close_lane()
 
     def close_lane(self) -> None:
-        """Once the link is lost and nobody reads its slots any more."""
         if self.is_lost and not self.jobs:
             self.lane.close()
 

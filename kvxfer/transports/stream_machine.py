@@ -294,7 +294,6 @@ class Sends:
         return self._stop(send, Reason.READ_FAILED)
 
     def is_wanted(self, key: TransferKey) -> bool:
-        """Whether it has not been stopped."""
         send = self._sends.get(key)
         return send is not None and send.stopped is None
 
@@ -332,7 +331,6 @@ class Sends:
         return True
 
     def stop(self, key: TransferKey, reason: Reason | None) -> list[SourceAction]:
-        """It is not wanted any more, or cannot go on; one that is known."""
         return self._stop(self._sends[key], reason)
 
     def lose(self) -> list[SourceAction]:
@@ -371,7 +369,6 @@ class SinkSlots(SlotTable[SinkSlot]):
         self._due: list[int] = []
 
     def is_repeated(self, header: Header) -> bool:
-        """Whether this chunk was announced before."""
         in_range = 0 <= header.slot < len(self.states)
         return in_range and 0 <= header.generation < self.generations[header.slot]
 
@@ -397,7 +394,6 @@ class SinkSlots(SlotTable[SinkSlot]):
         self.headers[header.slot] = header
 
     def free(self, slot: int) -> None:
-        """Its chunk was dealt with."""
         self.move(slot, SlotEvent.FREE)
         self._due.append(slot)
 
@@ -461,7 +457,6 @@ class Reads:
         """By slot: whose chunk was announced there."""
 
     def begin(self, key: TransferKey, chunks: Sequence[Chunk]) -> None:
-        """From now on its chunks may come."""
         self._reads[key] = Read(key, chunks, bytearray(len(chunks)))
 
     def announced(self, header: Header) -> str | None:
@@ -525,7 +520,6 @@ class Reads:
         return self.slots.take_credits(least=len(self.slots.states) // 4 if is_busy else 1)
 
     def stop(self, key: TransferKey) -> list[SinkAction]:
-        """No more chunks are taken of one that is known."""
         return self._end(self._reads[key], ReadStopped(key))
 
     def lose(self, detail: str) -> list[SinkAction]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,14 +48,14 @@ MAX_BOUND = 1024
 Ids = NDArray[np.int64]
 
 
-@dataclass(slots=True, eq=False)
-class ChunkJob:
-    """One chunk of a transfer, from this rank's pool to staging or back, in one piece.
+@dataclass(eq=False)
+class ChunkJob(CopyJob):
+    """One chunk of a transfer, from this rank's pool to staging or back, in one piece. It is a job
+    of the copy thread in host memory; on a GPU it is launched.
 
     ``owner``: the connection whose slot it is. ``order``: of the packed bytes; None where they are
     unpacked, for they come in the order of ``side``. ``dense``: where they lie; a lane, where they
-    are to lie. ``after``: what a GPU must have done before the pool is written. ``end`` and
-    ``error`` say how it ended.
+    are to lie. ``after``: what a GPU must have done before the pool is written.
     """
 
     owner: object
@@ -67,8 +67,25 @@ class ChunkJob:
     dense: Tensor | SourceLane | None
     order: DenseOrder | None = None
     after: torch.cuda.Event | None = None
-    end: CopyEnd | None = None
-    error: BaseException | None = None
+    packer: HostPacker | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        chunk = self.chunk
+        super().__init__(self.key, work_of(chunk.nbytes, chunk.region_hi - chunk.region_lo))
+
+    def run(self) -> bool:
+        assert self.packer is not None
+        tensors, dense = self.packer.tensors, self.take_dense()
+        if self.order is not None:
+            gather(tensors, self.side, self.block_ids, self.order, *self.span, dense)
+        else:
+            scatter(tensors, self.side, self.block_ids, *self.span, dense)
+        return False
+
+    def on_end(self) -> None:
+        self.dense = None  # also of a job that never ran
+        assert self.packer is not None
+        self.packer.ended.put(self, more_follows=self.has_successor)
 
     def take_dense(self) -> Tensor:
         """Take the chunk's memory out of the job, once, so that it is freed with the copy."""
@@ -99,65 +116,29 @@ class HostPacker:
     num_at_once = sys.maxsize  # a queue takes them all
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, wake: Wake) -> None:
-        self._tensors = memory.tensors
-        self._copy_thread = copy_thread
-        self._running: dict[ChunkJob, _HostCopy] = {}
-        self._ended: Mailbox[ChunkJob] = Mailbox(wake)
+        self.tensors, self._copy_thread = memory.tensors, copy_thread
+        self.ended: Mailbox[ChunkJob] = Mailbox(wake)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Nothing: a copy on the CPU needs no compiling."""
 
     def submit(self, job: ChunkJob) -> None:
         """Queue it, or copy it now; never blocks."""
-        running = self._running[job] = _HostCopy(job, self._tensors, self._ended)
-        self._copy_thread.submit(running)
+        job.packer = self
+        self._copy_thread.submit(job)
 
     def cancel(self, job: ChunkJob) -> None:
-        """Cancel a job: it ends now, or when its copy is through."""
-        running = self._running.get(job)
-        if running is not None:
-            self._copy_thread.cancel(running)
+        self._copy_thread.cancel(job)
 
-    def drain(self) -> Iterator[ChunkJob]:
+    def drain(self) -> Iterable[ChunkJob]:
         """Jobs that have ended: nothing of them runs."""
-        for job in self._ended.drain():
-            del self._running[job]
-            yield job
+        return self.ended.drain()
 
     def take(self) -> ChunkJob:
-        """Wait for one of them, at shutdown."""
-        job = self._ended.take()
-        del self._running[job]
-        return job
+        return self.ended.take()
 
     def close(self) -> None:
         """The copy thread is the worker's."""
-
-
-class _HostCopy(CopyJob):
-    """A chunk as it is copied, straight from or into the pool."""
-
-    __slots__ = ("_ended", "_job", "_tensors")
-
-    def __init__(self, job: ChunkJob, tensors: Sequence[Tensor], ended: Mailbox[ChunkJob]) -> None:
-        chunk = job.chunk
-        super().__init__(job.key, work_of(chunk.nbytes, chunk.region_hi - chunk.region_lo))
-        self._job = job
-        self._tensors = tensors
-        self._ended = ended
-
-    def run(self) -> bool:
-        job, dense = self._job, self._job.take_dense()
-        if job.order is not None:
-            gather(self._tensors, job.side, job.block_ids, job.order, *job.span, dense)
-        else:
-            scatter(self._tensors, job.side, job.block_ids, *job.span, dense)
-        return False
-
-    def on_end(self) -> None:
-        self._job.dense = None  # also of a job that never ran
-        self._job.end, self._job.error = self.end, self.error
-        self._ended.put(self._job, more_follows=self.has_successor)
 
 
 # ------------------------------------------------------------------ memory of a GPU
@@ -234,7 +215,6 @@ class DevicePacker:
         self._copier.warm(flat_copy(0, 0, 1 << 20), self._stream, WHOLE_GPU).synchronize()
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
-        """Compile what unpacks these classes."""
         from kvxfer.tensors.device_copy import bind_side
 
         copier = _make_copier(self._gpu)  # this thread's
@@ -244,7 +224,6 @@ class DevicePacker:
             copier.warm_unpack(side, stream).synchronize()
 
     def submit(self, job: ChunkJob) -> None:
-        """Launch it, or let it wait for a pinned buffer."""
         dense = job.take_dense()
         step = self._steps[job] = _Step(job, dense, dense.numel(), is_by_host=dense.is_cpu)
         if self._gpu.reaches(dense):
@@ -268,16 +247,14 @@ class DevicePacker:
         if self._ended:
             self._wake()
 
-    def drain(self) -> Iterator[ChunkJob]:
-        """Jobs that have ended since the last call: nothing of them runs."""
+    def drain(self) -> Iterable[ChunkJob]:
         for copied in self._copied.drain():
             self._on_copied(copied)
         self._advance()
         ended, self._ended = self._ended, deque()
-        yield from ended
+        return ended
 
     def take(self) -> ChunkJob:
-        """Wait for one of them."""
         while not self._ended:
             if len(self._in_flight):
                 try:
@@ -290,13 +267,11 @@ class DevicePacker:
         return self._ended.popleft()
 
     def close(self) -> None:
-        """End the thread that waits for the GPU."""
         self._in_flight.close()
 
     # -- kernels
 
     def _launch(self, step: _Step, dense: Tensor) -> None:
-        """The chunk lies, or is to lie, in ``dense``."""
         job = step.job
         if self._broken:
             self._end(step, CopyEnd.FAILED, RuntimeError(self._broken))
@@ -331,7 +306,6 @@ class DevicePacker:
         return known[1]
 
     def _advance(self) -> None:
-        """See what is over, and begin what waits for it."""
         try:
             landed = self._in_flight.land()
             while landed:
@@ -368,7 +342,6 @@ class DevicePacker:
     # -- pinned buffers
 
     def _start_waiting(self) -> None:
-        """Those that wait for a buffer, as far as there are any."""
         while self._waiting and self._has_bounce():
             step = self._waiting.popleft()
             step.bounce = self._take_bounce(step.nbytes)
@@ -391,7 +364,6 @@ class DevicePacker:
         return self._gpu.pinned(nbytes)
 
     def _copy(self, step: _Step) -> None:
-        """On the copy thread: from the buffer to the staging, or back."""
         step.copying = _BounceJob(step, self._copied)
         self._copy_thread.submit(step.copying)
 

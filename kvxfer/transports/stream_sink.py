@@ -41,7 +41,6 @@ from kvxfer.transports.base import (
     kind_of,
 )
 from kvxfer.transports.channel import Context, Dealer, Socket
-from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import check_own_devices, needs_own_user, refusal
@@ -64,7 +63,7 @@ from kvxfer.transports.stream_wire import (
     make_poller,
     readable,
 )
-from kvxfer.transports.wake_up import WakeUp
+from kvxfer.transports.wake_up import Completions, WakeUp
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -147,7 +146,6 @@ class StreamSink(ReceivingSink):
         return trial
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
-        """Settings, and what is usual for the memory of both sides."""
         sizes = [
             self._pipe.staging_size(each).over(self._num_streams)
             for each in self._device_types(source)
@@ -155,7 +153,6 @@ class StreamSink(ReceivingSink):
         return staging_bounds(self._config, sizes)
 
     def _device_types(self, source: RankManifest) -> set[str]:
-        """Of the memory of both sides."""
         return {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}
 
     def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
@@ -203,7 +200,6 @@ class StreamSink(ReceivingSink):
             raise TransportUnavailable(refusal(self.name))
 
     def detach(self, control_endpoint: str) -> None:
-        """Close the connection; its unfinished reads break."""
         link = self._links.get(control_endpoint)
         if link is not None:
             self._drop_link(link, "the source rank was detached")
@@ -211,7 +207,6 @@ class StreamSink(ReceivingSink):
     # -- reads
 
     def submit_expect(self, request: ReadRequest) -> None:
-        """Chunks of this transfer are taken from now on."""
         key = request.key
         if key in self._reading:
             raise ValueError(f"read: expected a key that is not in use, got {key} twice")
@@ -249,17 +244,14 @@ class StreamSink(ReceivingSink):
     # -- the IO thread's turn
 
     def pollables(self) -> Sequence[Readable]:
-        """A DEALER and its monitor for each stream of a source rank, and what the pipe has."""
         return (*self._by_socket, *self._pipe.fds())
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is attached, and nothing has been left behind."""
         has_work = self._links or self._completions or self._reading or self._unfreed
         return not has_work and self._pipe.is_idle
 
     def poll(self) -> list[SinkCompletion]:
-        """Chunks that came and were unpacked, connections that broke."""
         unfreed, self._unfreed = self._unfreed, set()
         for link in unfreed:  # of the poll before: what ends a read now has to be told first
             self._perform(link, link.reads.free_placed())
@@ -290,11 +282,10 @@ class StreamSink(ReceivingSink):
         self._progress()
         self._take_unpacked()
         self._send_credits()
-        told = self._completions.since(num_before)
+        told = self._completions[num_before:]
         return bool(told) and all(isinstance(each, Progress) for each in told)
 
     def inspect(self) -> None:
-        """Drop connections whose source sends more than it was granted."""
         for link in list(self._links.values()):
             try:
                 for dealer in link.dealers:
@@ -304,7 +295,6 @@ class StreamSink(ReceivingSink):
         self.staging_nbytes = sum(link.slots.nbytes for link in self._links.values())
 
     def close(self) -> None:
-        """Stop all reads, wait for what is being unpacked, close connections and pipe."""
         for key in list(self._reading):
             self.stop_read(key)
         while self._reading:
@@ -392,7 +382,6 @@ class StreamSink(ReceivingSink):
     # -- payloads
 
     def _progress(self) -> None:
-        """Let the pipe go on, and unpack what it has brought."""
         has_freed = True
         while has_freed:  # what is freed is posted again, which is progress, too
             self._pipe.progress()
@@ -403,7 +392,6 @@ class StreamSink(ReceivingSink):
                     has_freed |= self._collect(link)
 
     def _hear(self, link: Link) -> None:
-        """What the pipe has carried of a connection's messages."""
         try:
             for message in link.lane.heard():
                 if not link.is_lost:
@@ -456,7 +444,7 @@ class StreamSink(ReceivingSink):
                 case Cancel(slot):
                     self._packer.cancel(link.jobs[slot])
                 case Progress():
-                    self._completions.note(action)
+                    self._completions.append(action)
                 case _:
                     del self._reading[action.key]
                     self._completions.tell(action)
@@ -498,7 +486,7 @@ class StreamSink(ReceivingSink):
     def _end_link(self, link: Link, detail: str) -> None:
         if not link.is_lost:
             self._drop_link(link, detail)
-            self._completions.note(PeerGone(link.control_endpoint))
+            self._completions.append(PeerGone(link.control_endpoint))
 
     def _drop_link(self, link: Link, detail: str) -> None:
         del self._links[link.control_endpoint]

@@ -34,16 +34,15 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.channel import IN_USE, Bounds, Context, Router
-from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
-from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_connections import (
     MAX_CONNECTIONS,
     MAX_STAGING_NBYTES,
     MAX_TRIAL_NBYTES,
     TRIAL_S,
+    Admission,
     Connection,
     Connections,
     ReadName,
@@ -69,6 +68,7 @@ from kvxfer.transports.stream_wire import (
     encode,
     num_queued,
 )
+from kvxfer.transports.wake_up import Completions
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -92,7 +92,6 @@ class _Transfer:
 
     @property
     def name(self) -> ReadName:
-        """By what the sink names it."""
         key = self.request.key
         return key.nonce, key.incarnation, key.sink_rank
 
@@ -154,16 +153,13 @@ class StreamSource(SendingSource):
             ) from exc
 
     def data_endpoint(self) -> str:
-        """Where sinks attach: ``tcp://host:port`` of the ROUTER."""
         return self._router.endpoint
 
     def pollables(self) -> Sequence[Readable]:
-        """The ROUTER and its monitor, and what the pipe has."""
         return (self._router.socket, self._router.monitor, *self._pipe.fds())
 
     @property
     def is_idle(self) -> bool:
-        """No sink is attached, and none has left anything behind."""
         is_busy = self._transfers or self._completions or self._trials.is_busy
         return not (is_busy or len(self._connections)) and self._pipe.is_idle
 
@@ -175,7 +171,6 @@ class StreamSource(SendingSource):
     # -- transfers
 
     def submit_send(self, request: SendRequest) -> None:
-        """Pack as soon as the sink is attached and has granted room."""
         own_nbytes = self._config.chunk_nbytes or FRAME_MAX_NBYTES
         most_nbytes = max(own_nbytes, LARGE_CHUNK_NBYTES)
         if request.chunk_nbytes > most_nbytes:
@@ -200,7 +195,6 @@ class StreamSource(SendingSource):
     def grow_send(
         self, key: TransferKey, block_ids: tuple[tuple[int, ...], ...], open_tokens: int
     ) -> None:
-        """Pack what is open now, too."""
         transfer = self._transfers.get(key)
         if transfer is None:
             return
@@ -221,7 +215,6 @@ class StreamSource(SendingSource):
             self._perform(connection, connection.sends.left(key, sequence))
 
     def drop_packed(self, key: TransferKey, sequence: int) -> None:
-        """The slot is free again."""
         connection = self._connection_of(key)
         if connection is None or not connection.sends.drop(key, sequence):
             self.counts["unknown_packed"] += 1
@@ -238,7 +231,6 @@ class StreamSource(SendingSource):
         return None if transfer is None else transfer.connection
 
     def _join(self, transfer: _Transfer, connection: Connection) -> None:
-        """The sink has named this transfer: it begins."""
         transfer.connection = connection
         connection.sends.begin(transfer.request.key, transfer.chunks, transfer.open_tokens)
         if not self._open_lane(connection):
@@ -264,7 +256,7 @@ class StreamSource(SendingSource):
                 case Cancel(slot):
                     self._packer.cancel(connection.jobs[slot])
                 case Packed():
-                    self._completions.note(action)
+                    self._completions.append(action)
                 case _:
                     self._connections.forget(self._transfers.pop(action.key).name)
                     self._completions.tell(action)
@@ -340,7 +332,6 @@ class StreamSource(SendingSource):
             self._progress()
 
     def _progress(self) -> None:
-        """Let the pipe go on, and announce what it has sent."""
         self._pipe.progress()
         for connection in list(self._leaving):
             self._announce_sent(connection)
@@ -372,13 +363,13 @@ class StreamSource(SendingSource):
     # -- the IO thread's turn
 
     def poll(self) -> list[SourceCompletion]:
-        """Credits and attaches of the sinks, chunks that are packed now."""
         for frames in self._router.poll():
             self._on_message(frames)
         self._lose_gone()
         self._take_packed()
-        for connection, header in self._trials.drain():
-            self._on_trial_filled(connection, header)
+        if self._trials.is_busy:
+            for connection, header in self._trials.drain():
+                self._on_trial_filled(connection, header)
         self._progress()
         self._hear()
         self._pump_more()
@@ -386,7 +377,6 @@ class StreamSource(SendingSource):
         return self._completions.take()
 
     def inspect(self) -> None:
-        """Close connections that send what is no message, and end trials that have no end."""
         num_failed = self._router.inspect()
         if num_failed:
             self.counts["refused.handshake"] += num_failed
@@ -398,7 +388,6 @@ class StreamSource(SendingSource):
         self.staging_nbytes = sum(connection.slots.nbytes for connection in having)
 
     def close(self) -> None:
-        """Stop all transfers, wait for what is being packed, close pipe and sockets."""
         for key in list(self._transfers):
             self._stop(key, None)
         while self._transfers:
@@ -442,7 +431,6 @@ class StreamSource(SendingSource):
             self._drop(exc)
 
     def _hear(self) -> None:
-        """Credits that the pipe has carried."""
         for connection in self._connections.all():
             if connection.lane is None:
                 continue
@@ -577,14 +565,12 @@ class StreamSource(SendingSource):
             self._give(connection, header)
 
     def _tell(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
-        """One message to a sink; False if it has gone, or its queue is full."""
         is_sent = self._router.send(identity, *frames)
         if not is_sent:
             self.counts["send_failed"] += 1
         return is_sent
 
     def _refuse(self, identity: bytes, detail: str) -> None:
-        """Tell a sink that it is not served, or not any more."""
         self._tell(identity, encode(Refused(detail)))
 
     # -- staging
@@ -620,7 +606,6 @@ class StreamSource(SendingSource):
         self._send_away(connection, str(error))
 
     def _lose(self, connection: Connection) -> None:
-        """The connection has gone, and with it what its slots hold."""
         if connection.is_lost:
             return
         connection.is_lost = True
@@ -632,7 +617,7 @@ class StreamSource(SendingSource):
         connection.close_lane()
 
     def _lose_gone(self) -> None:
-        for identity in self._router.take_gone():
+        for identity in self._router.visitors.take_gone():
             connection = self._connections.get(identity)
             if connection is None:
                 continue

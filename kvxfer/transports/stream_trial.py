@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 import zmq
@@ -23,7 +24,7 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Trial, Wake
 from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
-from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
+from kvxfer.transports.pipe import DEVICE_TRIAL_NBYTES, Pipe, PipeBroken, chunk_s, trial_slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connection
 from kvxfer.transports.stream_link import Link, Terms, open_link
 from kvxfer.transports.stream_machine import SlotEvent
@@ -40,10 +41,6 @@ from kvxfer.transports.stream_wire import (
 from kvxfer.transports.visitors import LOOK_S
 from kvxfer.transports.wake_up import WakeUp
 
-DEVICE_TRIAL_NBYTES = 32 << 20
-"""The large message between GPUs: a fast wire carries 4 MiB in less time than it takes to ask."""
-MOST_TRIAL_SLOTS = 5
-"""That a trial may have: earlier sinks ask for four small messages at once beside the large one."""
 SHORT_S = 0.008
 """A trial that takes less goes another round: on a quiet link once is not enough to measure."""
 NUM_ROUNDS = 3
@@ -59,32 +56,10 @@ LEAST_FURTHER_S = 0.25
 """A further way may take as long to begin as the usual one, and at least this: ten times what one
 takes on a quiet machine.
 """
-CHUNK_S = 100e-6
-"""What a chunk costs each side at least, beside its bytes: jobs, credits, and threads that are
-woken for them. 64 MiB took 65 ms of processor time in chunks of 4 MiB and 81 ms in chunks of 1 MiB.
-"""
-DEVICE_CHUNK_S = 400e-6
-"""The same where a GPU packs or unpacks: two launches, and looks at their ends. Between two H200s
-128 tokens went in two chunks, and 0.4 ms of their 2.4 were the second one's.
-"""
 _SIZES = (TRIAL_SMALL_NBYTES, TRIAL_NBYTES, DEVICE_TRIAL_NBYTES)
 
 _ROW_NBYTES = 256
 _log = logging.getLogger("kvxfer.transports")
-
-
-def chunk_s(device_types: Collection[str]) -> float:
-    """What a chunk costs each side between memories on such devices."""
-    return CHUNK_S if set(device_types) == {"cpu"} else DEVICE_CHUNK_S
-
-
-def trial_slots(*device_types: str) -> Slots:
-    """One for the large message and one for the small one, so that each is filled once.
-
-    ``device_types``: of the memory of both sides, or of the one that says what it admits; between
-    unlike ones the large message is the smaller one, which either admits.
-    """
-    return Slots(2, TRIAL_NBYTES if "cpu" in device_types else DEVICE_TRIAL_NBYTES)
 
 
 def trial_rows(nbytes: int) -> Tensor:
@@ -131,7 +106,6 @@ class TrialGiver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is, or will be, something to drain."""
         return bool(self._ready or self._num_filling)
 
     def check(self, connection: Connection, message: AskTrial) -> int | None:
@@ -168,18 +142,15 @@ class TrialGiver:
         self._num_filling += 1
         self._copy_thread.submit(_Fill(connection, header, self._filled))
 
-    def drain(self) -> Iterator[Filled]:
-        """Slots that were filled since the last call."""
+    def drain(self) -> list[Filled]:
         ready, self._ready = self._ready, []
-        yield from ready
-        for job in self._filled.drain():
-            yield self._take(job)
+        return [*ready, *map(self._take, self._filled.drain())]
 
-    def close(self) -> Iterator[Filled]:
-        """The last ones, waited for."""
-        yield from self.drain()
+    def close(self) -> list[Filled]:
+        last = self.drain()
         while self._num_filling:
-            yield self._take(self._filled.take())
+            last.append(self._take(self._filled.take()))
+        return last
 
     def _take(self, job: _Fill) -> Filled:
         self._num_filling -= 1
@@ -273,7 +244,7 @@ def _time_in_turn(
 
 def best_way(takers: Sequence[TrialTaker]) -> TrialTaker:
     """The first way, unless another is faster by more than chance explains."""
-    best = min(takers, key=lambda taker: taker.large_s)
+    best = min(takers, key=attrgetter("large_s"))
     return best if best.large_s <= WAY_MARGIN * takers[0].large_s else takers[0]
 
 
@@ -340,7 +311,6 @@ class TrialTaker:
         return max(duration_s, 1e-9)
 
     def _wait(self, nbytes: int) -> int:
-        """The slot in which the answer lies."""
         link = self._link
         while True:
             if not self._arrived:

@@ -23,7 +23,7 @@ Slots belong to the connection: when it ends, what they hold is worth nothing an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
@@ -126,7 +126,6 @@ class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
 
     @property
     def key(self) -> TransferKey:
-        """The transfer that it belongs to."""
         return TransferKey(self.nonce, self.incarnation, self.sink_rank, self.source_rank)
 
 
@@ -148,14 +147,9 @@ ToSource = Attach | Join | Expect | Credit | AskTrial
 Header = ChunkHeader | TrialHeader
 ToSink = Streams | Attached | ChunkHeader | TrialHeader | Refused
 
-_encoder = msgspec.msgpack.Encoder()
+encode: Callable[[ToSource | ToSink], bytes] = msgspec.msgpack.Encoder().encode
 _to_source: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)
 _to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
-
-
-def encode(message: ToSource | ToSink) -> bytes:
-    """The message as one msgpack frame."""
-    return _encoder.encode(message)
 
 
 def decode_to_source(frame: memoryview) -> ToSource:
@@ -188,7 +182,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], what: str, frame: memoryview) -
 
 
 def make_poller(sockets: Sequence[Readable]) -> zmq.Poller:
-    """A poller of these sockets for :func:`readable`."""
     poller = zmq.Poller()
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)

@@ -12,7 +12,7 @@ import ctypes
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,50 +20,11 @@ from kvxfer.config import variables_kept, variables_of
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transports.pipe import PipeBroken
 
-
-class Request(Protocol):
-    """An operation that has begun."""
-
-    completed: bool
-
-    def check_error(self) -> None: ...
-
-
-class StartsOperation(Protocol):
-    """Sends an array, or receives into one."""
-
-    def __call__(self, array: object, tag: object) -> Request: ...
-
-
-class Endpoint(Protocol):
-    """One connection of a worker."""
-
-    alive: bool
-    ucxx_ptr: int
-    tag_send: StartsOperation
-    tag_recv: StartsOperation
-
-    def raise_on_error(self) -> None: ...
-    def close_blocking(self) -> None: ...
-
-
-class Address(Protocol):
-    """The address of a worker."""
-
-    def tobytes(self) -> bytes: ...
-
-
-class Worker(Protocol):
-    """The part of UCX that matches tags and makes progress."""
-
-    address: Address
-    epoll_file_descriptor: int
-
-    def init_blocking_progress_mode(self) -> None: ...
-    def progress_once(self) -> bool: ...
-    def arm(self) -> bool: ...
-    def cancel_inflight_requests(self) -> int: ...
-
+Foreign: TypeAlias = Any
+"""An object of the bindings, which have no types."""
+Request: TypeAlias = Any
+Endpoint: TypeAlias = Any
+Worker: TypeAlias = Any
 
 UCXX_AT_LEAST = (0, 51)
 """Earlier ones are linked with RMM."""
@@ -89,7 +50,7 @@ class Ucx:
         self.Error: type[Exception] = self._library.UCXError
         self._num_canceling = _num_canceling()
 
-    def context(self, device: torch.device, net_devices: Sequence[str]) -> object:
+    def context(self, device: torch.device, net_devices: Sequence[str]) -> Foreign:
         """For staging on this device, on these of the network. Raises TransportUnavailable."""
         feature = self._library.Feature
         try:
@@ -106,13 +67,12 @@ class Ucx:
                 "ucx: expected a UCX with CUDA, because the KV is in GPU memory, got one without; "
                 "libucx-cu13 has it, and so has a system UCX that was built --with-cuda"
             )
-        made: object = context
-        return made
+        return context
 
     def worker(self, context: object) -> Worker:
         """One that can be waited for. Raises TransportUnavailable."""
         try:
-            worker: Worker = self._library.UCXWorker(context)
+            worker = self._library.UCXWorker(context)
             worker.init_blocking_progress_mode()
         except self.Error as exc:
             raise TransportUnavailable(f"ucx: expected a worker, got {exc!r}") from exc
@@ -127,12 +87,11 @@ class Ucx:
             )
         try:
             peer = self._library.UCXAddress.create_from_buffer(address)
-            endpoint: Endpoint = self._library.UCXEndpoint.create_from_worker_address(
+            return self._library.UCXEndpoint.create_from_worker_address(
                 worker, peer, endpoint_error_handling=True
             )
         except (self.Error, IndexError) as exc:
             raise PipeBroken(f"ucx: expected an address that can be reached, got {exc!r}") from exc
-        return endpoint
 
     def forget_cancelled(self, endpoint: Endpoint) -> None:
         """Once the worker of a closed endpoint had its turn. ``ucxx`` drops cancelled operations
@@ -148,10 +107,9 @@ class Ucx:
             return self._array(part.numpy())
         return self._array(part)
 
-    def tag(self, number: int) -> object:
+    def tag(self, number: int) -> Foreign:
         """A number of 64 bits as UCX's tag."""
-        tag: object = self._library.UCXXTag(number)
-        return tag
+        return self._library.UCXXTag(number)
 
 
 def _import_ucxx() -> tuple[Any, Callable[[object], object]]:

@@ -26,9 +26,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 
 import zmq
 
+from kvxfer.bounded import Bounded
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports.guard import MAX_WARNED, penalties_of, unix_name
 from kvxfer.transports.key_folder import short
@@ -172,7 +174,6 @@ class Inbox:
         return was_empty
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """What lies there, whole and not copied, for one turn."""
         until_s = time.perf_counter() + TURN_S
         try:
             for _ in range(MESSAGES_PER_TURN):
@@ -271,7 +272,7 @@ class Visitors:
         self._failed_with = 0
         self._num_failed = 0
         self._gone: list[bytes] = []
-        self._ended: dict[bytes, None] = {}
+        self._ended: Bounded[bytes, None] = Bounded(_MAX_ENDED)
         self._penalties = penalties_of(context)
         self._warned: LogLimit[tuple[str, int]] = LogLimit(MAX_WARNED)
 
@@ -279,9 +280,7 @@ class Visitors:
         return len(self._visitors)
 
     def meet(self) -> bool:
-        """Note new and ended connections by ``monitor``, for a turn. Returns whether those were
-        all.
-        """
+        """By ``monitor``, for a turn. Returns whether those were all."""
         for event, at, *_ in self._events.receive():
             kind, fd = EVENT.unpack(event.buffer)
             if kind == zmq.EVENT_ACCEPTED:
@@ -296,16 +295,16 @@ class Visitors:
         return self._events.take_empty()
 
     def take_gone(self) -> list[bytes]:
-        """The names of connections that have ended since the last call, and had sent a message."""
+        """The names of connections that have ended since the last call, and had sent a message. If
+        a last message of one is read later, its name is returned once more.
+        """
         gone, self._gone = self._gone, []
         return gone
 
     def has_gone(self, name: bytes) -> bool:
-        """Whether it is among those that ``take_gone`` will return."""
         return name in self._gone
 
     def take_num_failed(self) -> int:
-        """How many handshakes have failed since the last call."""
         num_failed, self._num_failed = self._num_failed, 0
         return num_failed
 
@@ -328,12 +327,12 @@ class Visitors:
             if visitor is None:
                 if is_all:  # it has ended already, and now it had sent a message
                     self._gone.append(name)
-                    self._note_ended(name)
+                    self._ended[name] = None
                 return fd
             self._forget_name(fd, visitor)
             if visitor.name is not None:  # of an untold one whose descriptor this one has now
                 self._gone.append(visitor.name)
-                self._note_ended(visitor.name)
+                self._ended[visitor.name] = None
             visitor.name, visitor.num_unread, self._fds[name] = name, 0, fd
         visitor.backlog.note(frames[1:])
         return fd
@@ -357,7 +356,6 @@ class Visitors:
             self._penalise(visitor.address)
 
     def unread(self, name: bytes) -> None:
-        """An answer to this connection was dropped, because it does not read."""
         fd = self._fds.get(name)
         if fd is None:  # it has ended
             return
@@ -378,14 +376,13 @@ class Visitors:
             fd: visitor.backlog.look(was_empty=was_empty) for fd, visitor in self._visitors.items()
         }
         left_nbytes = sum(backlogs.values())
-        for fd, nbytes in sorted(backlogs.items(), key=lambda item: -item[1]):
+        for fd, nbytes in sorted(backlogs.items(), key=itemgetter(1), reverse=True):
             if nbytes <= self._most_nbytes and left_nbytes <= MAX_WAITING * self._most_nbytes:
                 break
             left_nbytes -= nbytes
             self._punish(fd, f"it has sent {nbytes} bytes that are no messages, or too many")
 
     def close(self) -> None:
-        """End the watch, before the listener is closed. Idempotent."""
         if not self.monitor.closed:
             self._socket.disable_monitor()
             self.monitor.close(linger=0)
@@ -396,7 +393,6 @@ class Visitors:
     # -- names
 
     def name_of(self, fd: int) -> bytes | None:
-        """What a connection that has sent a message and has not ended is called."""
         visitor = self._visitors.get(fd)
         return None if visitor is None else visitor.name
 
@@ -405,9 +401,7 @@ class Visitors:
         return part in self._fds or _is_given(part)
 
     def is_name(self, part: bytes, *, of: bytes | None) -> bool:
-        """Whether a message of the connection that is called ``of`` (None: not yet) has this name
-        in front.
-        """
+        """Whether it stands before messages of the connection ``of`` (None: without a name)."""
         return part == of if of is not None else part not in self._fds
 
     def _has_ended(self, name: bytes, visitor: _Visitor | None) -> bool:
@@ -422,11 +416,6 @@ class Visitors:
             return False
         ahead = int.from_bytes(visitor.name[1:], "big") - int.from_bytes(name[1:], "big")
         return 0 < ahead % (1 << 32) < 1 << 31
-
-    def _note_ended(self, name: bytes) -> None:
-        if len(self._ended) >= _MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
-        self._ended[name] = None
 
     def _forget_name(self, fd: int, visitor: _Visitor) -> None:
         if visitor.name is not None and self._fds.get(visitor.name) == fd:
@@ -473,7 +462,7 @@ class Visitors:
         if visitor.name is not None:
             self._gone.append(visitor.name)
             self._forget_name(fd, visitor)
-            self._note_ended(visitor.name)
+            self._ended[visitor.name] = None
         self._num_of[visitor.address] -= 1
         if not self._num_of[visitor.address]:
             del self._num_of[visitor.address]
@@ -535,7 +524,6 @@ class Visitors:
         return self.endpoint.endswith(f":{name[1]}")
 
     def _tell_failed(self, fd: int) -> None:
-        """The connection has ended in its handshake, if it has failed."""
         error, self._failed_with = self._failed_with, 0
         if error == errno.EPIPE:
             # Of two sides of which one has keys the first to see it ends the connection
@@ -567,7 +555,6 @@ def _is_given(name: bytes) -> bool:
 
 
 def most_connections() -> int:
-    """Of one listener, by how many descriptors the process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(2, (soft if soft > 0 else 1 << 16) // _SHARE)
 
@@ -575,9 +562,7 @@ def most_connections() -> int:
 def _make_monitor(
     context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]
 ) -> zmq.Socket[bytes]:
-    """With room for whatever happens: ZeroMQ's thread would wait for room, and with it all others'
-    messages.
-    """
+    """With room for whatever happens: ZeroMQ's thread would wait for room."""
     name = f"inproc://kvxfer-visitors-{next(_numbers)}"
     socket.monitor(name, _EVENTS)
     monitor = context.socket(zmq.PAIR)

@@ -1,12 +1,15 @@
-"""Wakes a thread that polls its own descriptors, at once or after a time."""
+"""Wakes a thread that polls its own descriptors, at once or after a time; what it then finds."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from typing import TypeVar
 
 from kvxfer.transports.base import Wake
+
+T = TypeVar("T")
 
 _ONCE = (1).to_bytes(8, "little")  # eventfd(2): eight bytes, added to a counter
 
@@ -33,8 +36,25 @@ class WakeUp:
         self._file.read(8)
 
     def close(self) -> None:
-        """Close the descriptor; later wakes do nothing."""
         self._file.close()
+
+
+class Completions(list[T]):
+    """What one wire returns from its next poll, in order. For the IO thread."""
+
+    def __init__(self, wake: Wake) -> None:
+        super().__init__()
+        self._wake = wake
+
+    def tell(self, completion: T) -> None:
+        """Append, and have the IO thread poll; where it does so anyway, ``append`` is enough."""
+        self.append(completion)
+        self._wake()
+
+    def take(self) -> list[T]:
+        taken = list(self)
+        self.clear()
+        return taken
 
 
 class Alarm:
@@ -61,7 +81,6 @@ class Alarm:
             self._changed.notify()
 
     def close(self) -> None:
-        """It wakes nobody any more. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()

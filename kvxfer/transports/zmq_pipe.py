@@ -61,7 +61,6 @@ class ZmqSourceLane(SourceLane):
         return zmq.Frame(self._buffers[slot][:nbytes].numpy(), copy=False)
 
     def send(self, slot: int, generation: int, nbytes: int) -> Parts:
-        """The slot's frame travels with its announcement."""
         frame = self._frames[slot]
         if frame is None or len(frame) != nbytes:
             raise ValueError(f"slot {slot}: expected {nbytes} packed bytes, got {frame!r}")
@@ -69,7 +68,6 @@ class ZmqSourceLane(SourceLane):
         return (frame,)
 
     def poll(self) -> Sequence[int]:
-        """Every slot that was sent since the last call: no payload has to be waited for."""
         sent, self._sent = self._sent, []
         return sent
 
@@ -95,7 +93,6 @@ class ZmqSinkLane(SinkLane):
     def announced(
         self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
     ) -> None:
-        """Keep the frame: it came with its announcement."""
         if len(parts) != 1 or len(parts[0]) != nbytes:
             raise ProtocolError(
                 f"chunk: expected a frame of {nbytes} bytes, got {[len(part) for part in parts]}"
@@ -104,7 +101,6 @@ class ZmqSinkLane(SinkLane):
         self._arrived.append(slot)
 
     def poll(self) -> Sequence[int]:
-        """Every slot that was announced since the last call: its payload is here."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -116,11 +112,9 @@ class ZmqSinkLane(SinkLane):
         return torch.frombuffer(frame.buffer, dtype=torch.uint8)
 
     def free(self, slot: int) -> None:
-        """Forget a frame that nobody wants."""
         self._frames[slot] = None
 
     def path(self, signals: str) -> str:
-        """The payload takes the way of its announcement."""
         return signals
 
     def close(self) -> None:
@@ -146,11 +140,9 @@ class ZmqPipe(Pipe):
         return HOST_STAGING
 
     def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
-        """Takes memory when it is used."""
         return ZmqSourceLane(slots, self._pinned)
 
     def open_sink(self, slots: Slots, way: str = "") -> ZmqSinkLane:
-        """Takes no memory: ZeroMQ does, for the frames that come."""
         self.way_named(way)
         return ZmqSinkLane(slots)
 

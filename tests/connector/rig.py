@@ -460,5 +460,5 @@ def num_pulls(source: Engine, nonce: bytes) -> int:
 
 def backlogs_of(engine: Engine) -> list[Backlog]:
     """Of the connections at its control endpoint, one each."""
-    visitors = service_of(engine)._server.router._visitors
+    visitors = service_of(engine)._server.router.visitors
     return [visitor.backlog for visitor in list(visitors._visitors.values())]

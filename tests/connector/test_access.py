@@ -58,6 +58,7 @@ def test_addresses_are_admitted(address: str, settings: dict[str, object], expec
         (f"localhost:{os.geteuid()}:0:1", None, True),
         (f"localhost:{os.geteuid() + 1}:0:1", PUBLIC, False),
     ],
+    ids=["pinned", "also pinned", "strange", "strange here", "no key", "own user", "other user"],
 )
 def test_with_keys_addresses_do_not_matter(address: str, key: str | None, expected: bool) -> None:
     config = Config(**CURVE, curve_server_keys={"e": OTHER})  # type: ignore[arg-type]

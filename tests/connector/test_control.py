@@ -96,7 +96,7 @@ def test_last_words_are_followed_by_the_end_of_their_connection() -> None:
     router = server.router
 
     def both_are_there() -> None:  # the end is read first: its socket is watched first
-        router.meet()
+        router.visitors.meet()
         has_met.set()
         assert router.monitor.poll(30_000)
         assert router.socket.poll(30_000)

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import os, resource, sys
 from pathlib import Path
-from kvxfer.connector import descriptors
+from kvxfer.transports import parallel
 
 def size():
     status = Path("/proc/self/status").read_text()
@@ -18,9 +18,9 @@ def size():
 
 usual, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 before, used = size(), len(os.listdir("/proc/self/fd"))
-limit = descriptors.MOST_DESCRIPTORS = int(sys.argv[1])
+limit = parallel.MOST_DESCRIPTORS = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-descriptors.make_room()
+parallel.make_room()
 resource.setrlimit(resource.RLIMIT_NOFILE, (usual, hard))
 print(before, size(), len(os.listdir("/proc/self/fd")) - used)
 """
@@ -54,7 +54,7 @@ def test_a_process_without_any_left_goes_on() -> None:
 @pytest.mark.parametrize(("soft", "hard", "expected"), [(256, 1000, 1000), (300, 300, 300)])
 def test_the_soft_limit_is_raised_to_the_hard_one(soft: int, hard: int, expected: int) -> None:
     program = (
-        "import resource; from kvxfer.connector.descriptors import make_room;"
+        "import resource; from kvxfer.transports.parallel import make_room;"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); make_room();"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

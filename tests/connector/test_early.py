@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.connector import parked
+from kvxfer.connector import given_offer
 from kvxfer.connector.params import early_params, make_params, mint_request, prefill_params
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.wire import OfferRef
@@ -92,6 +92,23 @@ def is_found(sink: Side, decode: Request) -> bool:
     return sink.ask(decode)[0] is not None
 
 
+def load_found(sink: Side, decode: Request) -> None:
+    sink.until(lambda: is_found(sink, decode))
+    sink.load(decode)
+
+
+@contextmanager
+def loading(num_tokens: int, **settings: Any) -> Iterator[tuple[Side, Side, Request, Request]]:
+    """Decode loads what ``num_tokens`` of prefill's have opened."""
+    with sides(**settings) as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        sink.scheduler.on_new_request(decode)
+        source.step([(prefill, num_tokens)])
+        load_found(sink, decode)
+        yield source, sink, prefill, decode
+
+
 @pytest.mark.parametrize("wire", ["shm", "zmq"])
 @pytest.mark.parametrize(
     ("source_shape", "sink_shape"), [(SHAPE, SHAPE), (TWO, SHAPE), (SHAPE, TWO)]
@@ -130,8 +147,7 @@ def test_what_prefill_has_cached_leaves_before_its_first_step_is_over() -> None:
 
         def compute() -> None:
             """The forward pass takes until decode has what was cached."""
-            sink.until(lambda: is_found(sink, decode))
-            sink.load(decode)
+            load_found(sink, decode)
             until(lambda: _has(source, sink, prefill, decode, 64))
             assert (pool == POISON).any()
 
@@ -158,8 +174,7 @@ def test_decode_comes_when_prefill_is_over() -> None:
         source.step([(prefill, len(PROMPT))])
         end(source, prefill)
         sink.scheduler.on_new_request(decode)
-        sink.until(lambda: is_found(sink, decode))
-        sink.load(decode)
+        load_found(sink, decode)
         sink.until(lambda: decode.request_id in sink.finished)
         assert sink.finished == {decode.request_id: None}
         (report,) = sink.engine.reports(decode.request_id)
@@ -167,13 +182,7 @@ def test_decode_comes_when_prefill_is_over() -> None:
 
 
 def test_a_report_says_what_was_open_when() -> None:
-    with sides() as (source, sink):
-        prefill, decode = pair_of(source, sink)
-        begin(source, prefill)
-        sink.scheduler.on_new_request(decode)
-        source.step([(prefill, 16)])
-        sink.until(lambda: is_found(sink, decode))
-        sink.load(decode)
+    with loading(16) as (source, sink, prefill, decode):
         until(lambda: _has(source, sink, prefill, decode, 16))
         source.step([(prefill, 64)])
         end(source, prefill)
@@ -241,7 +250,7 @@ def test_an_engine_of_protocol_1_is_not_asked() -> None:
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parked, "MAX_OF_PEER", 2)
+    monkeypatch.setattr(given_offer, "MAX_OF_PEER", 2)
     with sides() as (source, sink):
         decodes = [pair_of(source, sink)[1] for _ in range(3)]
         for decode in decodes:
@@ -284,13 +293,7 @@ def test_two_requests_of_one_id_find_one_offer() -> None:
 
 @pytest.mark.parametrize("wire", ["shm", "zmq"])
 def test_a_prefill_that_is_preempted_is_found_again(wire: str) -> None:
-    with sides(transport=wire, chunk_nbytes=4096) as (source, sink):
-        prefill, decode = pair_of(source, sink)
-        begin(source, prefill)
-        sink.scheduler.on_new_request(decode)
-        source.step([(prefill, 48)])
-        sink.until(lambda: is_found(sink, decode))
-        sink.load(decode)
+    with loading(48, transport=wire, chunk_nbytes=4096) as (source, sink, prefill, decode):
         source.step(preempted=frozenset({prefill.request_id}))
         sink.until(lambda: decode.request_id in sink.finished)
         assert sink.finished.pop(decode.request_id) == "preempted"
@@ -300,8 +303,7 @@ def test_a_prefill_that_is_preempted_is_found_again(wire: str) -> None:
         prefill.table = table_of(SHAPE, len(PROMPT), seed=5)
         assert source.ask(prefill) == (0, False)
         source.step([(prefill, 48)])
-        sink.until(lambda: is_found(sink, decode))
-        sink.load(decode)
+        load_found(sink, decode)
         source.step([(prefill, 32)])
         end(source, prefill)
         sink.until(lambda: decode.request_id in sink.finished)
@@ -315,13 +317,7 @@ def test_a_name_passes_on_while_the_stream_of_the_offer_before_is_stopping(
 ) -> None:
     stop, stopped = StreamSource.stop_send, list[tuple[StreamSource, TransferKey]]()
     monkeypatch.setattr(StreamSource, "stop_send", lambda *given: stopped.append(given))
-    with sides(transport="zmq", chunk_nbytes=4096) as (source, sink):
-        prefill, decode = pair_of(source, sink)
-        begin(source, prefill)
-        sink.scheduler.on_new_request(decode)
-        source.step([(prefill, 48)])
-        sink.until(lambda: is_found(sink, decode))
-        sink.load(decode)
+    with loading(48, transport="zmq", chunk_nbytes=4096) as (source, sink, prefill, decode):
         nonce = source.scheduler._offers._offers[prefill.request_id].nonce
         until(lambda: num_pulls(source.engine, nonce))
         source.step(preempted=frozenset({prefill.request_id}))
@@ -338,13 +334,7 @@ def test_a_name_passes_on_while_the_stream_of_the_offer_before_is_stopping(
 
 
 def test_a_prefill_that_is_aborted_fails_the_load_by_name() -> None:
-    with sides() as (source, sink):
-        prefill, decode = pair_of(source, sink)
-        begin(source, prefill)
-        sink.scheduler.on_new_request(decode)
-        source.step([(prefill, 48)])
-        sink.until(lambda: is_found(sink, decode))
-        sink.load(decode)
+    with loading(48) as (source, sink, prefill, decode):
         keep, params = source.finish(prefill, "FINISHED_ABORTED")
         assert (keep, params) == (True, None)
         source.until(lambda: prefill.request_id in source.sent)
@@ -370,13 +360,7 @@ def test_an_abort_while_finding_gives_the_offer_up_once_it_is_found() -> None:
 
 
 def test_an_abort_while_loading_gives_the_blocks_back_on_both_sides() -> None:
-    with sides() as (source, sink):
-        prefill, decode = pair_of(source, sink)
-        begin(source, prefill)
-        sink.scheduler.on_new_request(decode)
-        source.step([(prefill, 16)])
-        sink.until(lambda: is_found(sink, decode))
-        sink.load(decode)
+    with loading(16) as (source, sink, prefill, decode):
         sink.finish(decode, "FINISHED_ABORTED")
         sink.until(lambda: decode.request_id in sink.finished)
         assert sink.finished == {decode.request_id: "cancelled"}
@@ -386,13 +370,7 @@ def test_an_abort_while_loading_gives_the_blocks_back_on_both_sides() -> None:
 
 
 def test_a_prefill_that_is_late_gives_the_blocks_back() -> None:
-    with sides(early_wait_s=0.4) as (source, sink):
-        prefill, decode = pair_of(source, sink)
-        begin(source, prefill)
-        source.step([(prefill, 16)])
-        sink.scheduler.on_new_request(decode)
-        sink.until(lambda: is_found(sink, decode))
-        sink.load(decode)
+    with loading(16, early_wait_s=0.4) as (source, sink, prefill, decode):
         sink.until(lambda: decode.request_id in sink.finished)
         assert sink.finished == {decode.request_id: "deadline"}
 
@@ -417,8 +395,7 @@ def test_growing_loads_hold_no_more_than_their_share() -> None:
         assert sink.ask(waiting) == (None, False)
         source.step([(second, 64)])  # complete: it holds no blocks for a prefill
         end(source, second)
-        sink.until(lambda: is_found(sink, waiting))
-        sink.load(waiting)
+        load_found(sink, waiting)
         sink.until(lambda: waiting.request_id in sink.finished)
         source.step([(first, 64)])
         end(source, first)
@@ -445,8 +422,7 @@ def test_offers_that_do_not_grow_are_found_and_open_once() -> None:
         begin(source, prefill, num_cached=32)
         sink.scheduler.on_new_request(decode)
         source.step([(prefill, 32)])
-        sink.until(lambda: is_found(sink, decode))
-        sink.load(decode)
+        load_found(sink, decode)
         ref = decode.request_id
         source.step([(prefill, 16)])
         end(source, prefill)

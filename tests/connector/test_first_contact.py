@@ -23,7 +23,7 @@ from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.peer import HELLO_AGAIN_S, Peer, Surroundings
 from kvxfer.connector.peer_session import Failure, PeerState
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.records import SourceRef
+from kvxfer.connector.records import Identity, SourceRef
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.wire import BIND_TOKENS, Hello, Manifest, NotReady, OfferRef, Reason
 from tests.builders import EngineShape, build_manifest
@@ -198,7 +198,8 @@ def trial(
     around: Surroundings,
     routes: list[tuple[Any, RankManifest]],
     until_s: float,
-    done: Callable[[Any], object],
+    done: Callable[[Peer, Any], object],
+    peer: Peer,
 ) -> None:
     """Every wire works, at some later time."""
     choice = SimpleNamespace(
@@ -211,9 +212,9 @@ def trial(
     world = cast(World, around.io)
     choices = {entry.rank: choice for _, entry in routes}
     if world.trials_take_time:
-        world.may_happen(next(world.keys), partial(done, choices))
+        world.may_happen(next(world.keys), partial(done, peer, choices))
     else:
-        done(choices)
+        done(peer, choices)
 
 
 class Contact:
@@ -250,9 +251,7 @@ def make_peers(
             context=cast(Any, None),
             config=CONFIG,
             ledger=ledger or Ledger(),
-            engine_id="decode",
-            incarnation=b"d" * 16,
-            rank=RankId(0, 0),
+            identity=Identity("decode", b"d" * 16, RankId(0, 0)),
             transports=cast(Any, {"made up": world}),
             can_leave_unhashed=True,
             on_message=lambda peer, rank, message: None,

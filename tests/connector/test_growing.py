@@ -65,6 +65,10 @@ PAIRS = {
         replace(LARGE, tp_size=2, state=replace(MAMBA2, conv_layout="DS")),
         replace(LARGE, block_tokens=8, num_blocks=48, state=replace(MAMBA2, state_tokens=8)),
     ),
+    "compressed": (
+        replace(LARGE, tp_size=2, cell_tokens=4),
+        replace(LARGE, block_tokens=24, cell_tokens=4, layout="NHD"),
+    ),
     "opaque": tuple(
         replace(LARGE, interior=Interior.OPAQUE, kernel_blocks=2, outermost=outermost)
         for outermost in ("blocks", "blocks")

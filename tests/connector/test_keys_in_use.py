@@ -17,8 +17,8 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.connector import control, rank_service
+from kvxfer.connector.access import protection
 from kvxfer.connector.params import LoadWanted, make_params, parse_params
-from kvxfer.connector.protection import protection
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports.key_folder import STEPS, USE, make_keys, read_keys, rotate_keys, short

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.connector.peer import Moments
-from kvxfer.connector.peer_trial import workload_of
+from kvxfer.connector.peer import Moments, workload_of
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import WireCosts, Workload
 from kvxfer.transfer.plan import make_plan

@@ -15,12 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvxfer
-from kvxfer.connector.exporter import MAX_PEERS, OTHER, Exporter
 from kvxfer.connector.metrics import (
     BOUNDS_S,
     BY_NAME,
+    MAX_PEERS,
     METRICS,
+    OTHER,
     PHASES,
+    Exporter,
     Kind,
     Tables,
     add,

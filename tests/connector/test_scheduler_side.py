@@ -96,6 +96,7 @@ def connector(
     can_send: bool = True,
     can_receive: bool = True,
     now: Callable[[], float] = lambda: 0.0,
+    num_own_tokens: int = 1,
     **settings: Any,
 ) -> SchedulerConnector:
     made = SchedulerConnector(
@@ -104,6 +105,7 @@ def connector(
         can_send=can_send,
         can_receive=can_receive,
         now=now,
+        num_own_tokens=num_own_tokens,
     )
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_manifest()})
     assert made.build_connector_meta(step()).manifest is not None
@@ -395,6 +397,22 @@ def test_a_load_is_held_then_handed_over_and_never_asked_for_again() -> None:
     assert c.get_num_new_matched_tokens(request, 0) == (0, False)
     assert c.request_finished(request, [5, 6, 7]) == (False, None)
     assert not c.has_orders()
+
+
+@pytest.mark.parametrize(
+    ("num_own_tokens", "num_tokens", "expected"),
+    [(1, 40, (23, True)), (3, 40, (21, True)), (3, 38, (21, True)), (30, 40, (0, False))],
+)
+def test_the_end_of_a_prompt_is_computed_here(
+    num_own_tokens: int, num_tokens: int, expected: tuple[int, bool]
+) -> None:
+    """Of 40 tokens 16 are cached, and as many are offered as the middle column says."""
+    c = connector(num_own_tokens=num_own_tokens)
+    source = msgspec.structs.replace(SOURCE, num_tokens=num_tokens)
+    params = make_params(source, request_id="x", number=1, tp_size=1, pp_size=1)
+    request = Request(kv_transfer_params=params)
+    c.on_new_request(request)
+    assert c.get_num_new_matched_tokens(request, 16) == expected
 
 
 def test_a_load_has_the_trace_of_its_request() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvxfer.connector.loads import REMEMBERED, AskedOffers, LoadBook
+from kvxfer.connector.loads import REMEMBERED, LoadBook, asked_offers
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.wire import OfferRef, Reason
 
@@ -220,11 +220,11 @@ def test_a_request_that_is_turned_away_leaves_the_offer_to_the_others() -> None:
 
 
 def test_the_offers_that_were_asked_for_are_forgotten_in_the_end() -> None:
-    asked = AskedOffers()
+    asked = asked_offers()
     refs = [OfferRef(i.to_bytes(16, "big"), b"s" * 16) for i in range(REMEMBERED + 1)]
     for ref in refs:
-        asked.add(ref)
+        asked[ref] = None
     assert refs[0] not in asked
     assert refs[1] in asked
-    asked.forget(refs[1])
+    asked.pop(refs[1])
     assert refs[1] not in asked

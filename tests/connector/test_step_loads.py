@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.connector import worker_side
+from kvxfer.connector import rank_service, worker_side
 from kvxfer.connector.board import Board, Posted
+from kvxfer.connector.loads import DISTRUST_S, StepLoads
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
 from kvxfer.connector.sink import Sink
-from kvxfer.connector.step_loads import DISTRUST_S, StepLoads
 from kvxfer.tensors.strided_copy import strided_copy
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports import shm_direct
@@ -247,7 +247,8 @@ def test_an_offer_that_ends_during_the_copy_fails_the_load_in_the_step(
 def test_a_promise_that_cannot_be_kept_ends_with_the_step(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_side, "LATE_S", 0.05)
+    for room in (worker_side, rank_service):
+        monkeypatch.setattr(room, "LATE_S", 0.05)
     source, sink = engines("shm", faults="read:stall=60s;nth=3")
     with source, sink:
         meet(source, sink)  # of two source ranks: two reads

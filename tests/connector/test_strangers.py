@@ -339,7 +339,7 @@ def test_who_sends_and_goes_again_and_again_has_to_wait(
 
         def is_penalised() -> bool:
             listener.inspect()
-            listener.meet()  # whom ZeroMQ has told of by now
+            listener.visitors.meet()  # whom ZeroMQ has told of by now
             return penalties.holds("127.0.0.1", time.monotonic())
 
         until(is_penalised)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvxfer.connector.untaken_kv import UntakenKV, why_given_up
-from kvxfer.connector.unused_kv import MAX_KINDS
+from kvxfer.connector.unused_kv import MAX_KINDS, UntakenKV, why_given_up
 from kvxfer.transfer.wire import Reason
 
 

@@ -114,6 +114,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "K by channel at the source": ({"turned": ("k",)}, {"layout": "NHD"}),
     "a window": (HYBRID, {**HYBRID, "layout": "NHD"}),
     "opaque blocks": ({"interior": Interior.OPAQUE}, {"interior": Interior.OPAQUE}),
+    "compressed": ({"cell_tokens": 8, "kernel_blocks": 2}, {"cell_tokens": 8, "layout": "NHD"}),
     "kernel blocks": ({"block_tokens": 32, "kernel_blocks": 2}, {"block_tokens": 32}),
 }
 

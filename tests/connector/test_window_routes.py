@@ -216,7 +216,7 @@ def test_every_pair_moves_what_a_simulation_says(
     # The source's table names the blocks that it has dropped too: they must not be read.
     given_ids = tables(source_shape, offered, [set(range(offered))] * 2, seed=1)
     windows = sink_shape.windows
-    kept = [kept_tokens(hi, window, sink_shape.block_tokens) for window in windows]
+    kept = [kept_tokens(hi, Keeping(sink_shape.block_tokens, window)) for window in windows]
     taken_ids = tables(sink_shape, hi, kept, seed=2)
     keepings = [
         (Keeping(sink_shape.block_tokens, mine), Keeping(source_shape.block_tokens, theirs))

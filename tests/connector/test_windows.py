@@ -36,6 +36,8 @@ HND16 = HYBRID
 HND32 = replace(HYBRID, block_tokens=32)
 NHD32 = replace(HYBRID, block_tokens=32, layout="NHD")
 NHD24 = replace(HYBRID, block_tokens=24, kernel_blocks=3, layout="NHD")
+CHUNK16 = replace(HYBRID, has_chunks=True)
+CHUNK32 = replace(CHUNK16, block_tokens=32, layout="NHD")
 TOKEN_NBYTES = 2 * 8 * 2  # 2 heads of 8 bytes, K and V
 
 
@@ -116,6 +118,35 @@ CASES = {
     ),
     "source keeps a larger window": Case(
         replace(HND16, windows=(64, None)), NHD32, 101, 0, (0, 1), (0,), {0: (32, 100), 1: (0, 100)}
+    ),
+    # token 100 is of the chunk that begins at 96, with a block of either size
+    "chunks": Case(
+        CHUNK16, CHUNK32, 101, 0, (0, 1, 2, 3, 4, 5), (0, 1, 2), {0: (96, 100), 1: (0, 100)}
+    ),
+    # token 72 is of the chunk from 48 on, with which no block of 32 begins
+    "chunks, clipped": Case(
+        CHUNK16, CHUNK32, 73, 0, (0, 1, 2), (0,), {0: (48, 72), 1: (0, 72)}, ((0, 1),)
+    ),
+    "chunks, 32 to 16": Case(CHUNK32, CHUNK16, 73, 0, (0,), (0, 1, 2), {0: (48, 72), 1: (0, 72)}),
+    # 96 offered: token 95 is computed again, so the source holds the chunk from 48 on
+    "the chunk ends with the offer": Case(
+        CHUNK16, CHUNK32, 96, 0, (0, 1, 2), (0,), {0: (48, 95), 1: (0, 95)}, ((0, 1),)
+    ),
+    # 97 offered: token 96 begins a chunk, and needs nothing of it
+    "the chunk begins with the last token": Case(
+        CHUNK32, CHUNK16, 97, 0, (0, 1, 2), (0, 1, 2, 3, 4, 5), {1: (0, 96)}
+    ),
+    "all tokens to chunks": Case(
+        replace(HND16, windows=(None, None)),
+        CHUNK32,
+        101,
+        0,
+        (),
+        (0, 1, 2),
+        {0: (96, 100), 1: (0, 100)},
+    ),
+    "chunks, TP 2 to 1": Case(
+        replace(CHUNK32, tp_size=2), CHUNK16, 73, 0, (0,), (0, 1, 2), {0: (48, 72), 1: (0, 72)}
     ),
     "TP 2 to 1": Case(
         replace(HND16, tp_size=2),

@@ -12,7 +12,6 @@ from kvxfer.connector.peer_session import Failure
 from kvxfer.doctor.rows import (
     GpuFacts,
     IpcTry,
-    Limit,
     Row,
     State,
     failed_row,
@@ -92,13 +91,13 @@ def test_json_is_as_documented() -> None:
     ],
 )
 def test_limits(amount: int | None, state: State, seen: str) -> None:
-    row = limit_row(Limit("memlock", amount, 64 << 20, "raise it"))
+    row = limit_row("memlock", amount, 64 << 20, "raise it")
     remedy = "raise it" if state is State.WARN else ""
     assert row == Row("limit memlock", state, seen, remedy)
 
 
 def test_a_number_is_no_size() -> None:
-    row = limit_row(Limit("open files", 1024, 4096, "raise it", is_nbytes=False))
+    row = limit_row("open files", 1024, 4096, "raise it", is_nbytes=False)
     assert row.seen == "expected at least 4096, got 1024"
 
 

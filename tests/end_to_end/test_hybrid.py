@@ -230,3 +230,42 @@ def test_what_was_loaded_is_offered_in_turn(fleet: Fleet, model: str) -> None:
     assert onward.run(tokens[:125] + prompt(12, seed=12)).hits == (0, 0)
     there.check_all_free()
     onward.check_all_free()
+
+
+# ------------------------------------------------------------------ chunks in place of windows
+
+
+CHUNKED = (
+    Shape("chunked", Side(1, 16, "HND"), Side(2, 32, "NHD"), "shm"),
+    Shape("chunked", Side(2, 24, "NHD"), Side(1, 16, "HND"), "zmq"),
+    Shape("chunked", Side(4, 32, "HND"), Side(1, 16, "NHD"), "shm", kv_heads=2),
+    Shape("chunked", Side(1, 16, "NHD"), Side(4, 24, "HND"), "zmq"),
+)
+QUICK = 1
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, marks=[pytest.mark.slow] * (i >= QUICK)) for i, s in enumerate(CHUNKED)],
+    ids=str,
+)
+def test_only_the_last_chunk_moves(fleet: Fleet, shape: Shape) -> None:
+    """Chunks of 48 tokens, steps of at most 64; 16 prompts at once, then turns that find them."""
+    steps = {"max_num_batched_tokens": 64}
+    bench = Bench(fleet, shape, fleet.pair(shape, prefill=steps, decode=steps))
+    lengths = (2, 17, 47, 48, 49, 50, 63, 64, 65, 95, 96, 97, 98, 137, 145, 301)
+    prefilled = bench.prefill_all([prompt(n) for n in lengths])
+    for n, answer in zip(lengths, bench.decode_all(prefilled), strict=True):
+        begin = (n - 1) // 48 * 48  # of the chunk of the token that decode computes
+        held, kept = (begin // block * block for block in shape.blocks)
+        start = min(max(held, kept), n - 1)
+        moved = 2 * (n - 1) + 2 * (n - 1 - start)
+        assert answer.decode.kv_nbytes == moved * shape.token_nbytes
+        assert answer.incomplete == ({kept // shape.blocks[1]} if kept < start else set())
+    tokens = prompt(100, seed=3)
+    for num_more in (37, 202, 0):
+        answer = bench.run(tokens)
+        tokens += answer.decode.token_ids + prompt(num_more, seed=4)
+    # 145 tokens are known, of which 96 to 144 begin a chunk, and 144 end one.
+    assert min(bench.run(tokens[:345]).hits) >= 288
+    bench.check_all_free()

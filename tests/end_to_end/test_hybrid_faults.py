@@ -175,6 +175,8 @@ def test_an_offer_keeps_its_windows_while_other_requests_take_what_was_dropped(
         ("hybrid", "shm", "read:fail;nth=1"),
         ("kv-sharing", "zmq", "read:fail;nth=1"),
         ("hybrid", "zmq", "chunk:drop"),
+        ("states", "shm", "read:fail;nth=1"),
+        pytest.param("chunked", "zmq", "read:fail;nth=1", marks=pytest.mark.slow),
     ],
 )
 def test_a_failed_load_is_computed_from_the_first_token(
@@ -208,7 +210,14 @@ def test_a_failed_load_is_computed_from_the_first_token(
     bench.check_all_free()
 
 
-@pytest.mark.parametrize(("model", "transport"), [("hybrid", "zmq"), ("kv-sharing", "shm")])
+@pytest.mark.parametrize(
+    ("model", "transport"),
+    [
+        ("hybrid", "zmq"),
+        ("kv-sharing", "shm"),
+        pytest.param("states", "zmq", marks=pytest.mark.slow),
+    ],
+)
 def test_a_load_that_is_aborted_gives_every_block_back(
     fleet: Fleet, model: str, transport: str
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvxfer.engine.attention import attention_backend
+from kvxfer.engine.attention import PagedAttention, Sight, attention_backend
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.model import LlamaModel
 from kvxfer.engine.model_config import ModelConfig, shard_for
@@ -94,8 +94,7 @@ class Ranks:
         for rank in range(tp_size):
             shard = shard_for(config, rank, tp_size)
             cache = RankCache(engine, config, shard, attention_backend(layout))
-            for layer in cache.layers.values():
-                layer.kv_cache.fill_(float("nan"))
+            cache.buffer.fill_(0xFF)  # NaN in each type
             self.caches.append(cache)
             self._models.append(
                 LlamaModel(
@@ -109,10 +108,11 @@ class Ranks:
             )
 
     @property
-    def windows(self) -> list[int | None]:
-        """What each group keeps."""
+    def sights(self) -> list[Sight]:
+        """What the next token looks at, by group; the rig keeps all of a state's blocks."""
         groups = self.caches[0].config.kv_cache_groups
-        return [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
+        layers = [self.caches[0].layers[group.layer_names[0]] for group in groups]
+        return [layer.sight if isinstance(layer, PagedAttention) else Sight() for layer in layers]
 
     def tables(self, num_tokens: int) -> Tables:
         """Scattered block ids for every group: 31, 26, 21, ... (32 blocks, step of 5 is coprime);
@@ -121,14 +121,12 @@ class Ranks:
         num_blocks = self.caches[0].config.num_blocks
         ids = iter((num_blocks - 1 - 5 * index) % num_blocks for index in range(num_blocks))
         needed = range(-(-num_tokens // self.block_tokens))
-        return [[next(ids) for _ in needed] for _ in self.windows]
+        return [[next(ids) for _ in needed] for _ in self.caches[0].config.kv_cache_groups]
 
     def drop(self, tables: Tables, num_computed_tokens: int) -> None:
         """Poison the blocks that no later token sees, in all layers, and forget them."""
-        for table, window in zip(tables, self.windows, strict=True):
-            if window is None:
-                continue
-            for position in range(max(0, num_computed_tokens - window + 1) // self.block_tokens):
+        for table, sight in zip(tables, self.sights, strict=True):
+            for position in range(sight.first_seen(num_computed_tokens) // self.block_tokens):
                 if table[position] >= 0:
                     for cache in self.caches:
                         fill_block(cache, table[position], self.block_tokens)
@@ -165,6 +163,7 @@ class Ranks:
 def fill_block(cache: RankCache, block: int, block_tokens: int) -> None:
     """NaN in one block of every layer."""
     for layer in cache.layers.values():
+        assert isinstance(layer, PagedAttention)
         ratio = block_tokens // layer.kv_cache.shape[2]
         layer.kv_cache[:, block * ratio : (block + 1) * ratio] = float("nan")
 

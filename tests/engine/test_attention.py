@@ -11,16 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvxfer.cache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
+from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, attention_layer_spec
 from kvxfer.engine.attention import (
     AttentionMetadata,
     PagedBackend,
     PagedMetadataBuilder,
+    Sight,
     attention_backend,
 )
 from kvxfer.engine.rank_cache import RequestStep, step_tables
@@ -28,6 +24,12 @@ from kvxfer.errors import ModelError
 from kvxfer.tensors.attention import MultipleOf, build_attn_metadata
 
 HEAD_SIZE = 4
+ALL = Sight()
+SIGHTS = [
+    ALL,
+    *(Sight(window=tokens) for tokens in (1, 2, 7, 8, 17, 40, 100)),
+    *(Sight(chunk=tokens) for tokens in (1, 7, 8, 16, 17, 40, 100)),
+]
 
 
 def make_cache(
@@ -47,20 +49,24 @@ def make_cache(
     return attention_backend(layout), view
 
 
-def group(block_size: int, window: int | None = None) -> KVCacheGroupSpec:
-    sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": HEAD_SIZE}
-    if window is None:
-        return KVCacheGroupSpec(["a"], FullAttentionSpec(**sizes, dtype="float32"))
-    return KVCacheGroupSpec(
-        ["a"], SlidingWindowSpec(**sizes, dtype="float32", sliding_window=window)
+def group(block_size: int, sight: Sight) -> KVCacheGroupSpec:
+    spec = attention_layer_spec(
+        "a",
+        block_size=block_size,
+        num_kv_heads=1,
+        head_size=HEAD_SIZE,
+        dtype="float32",
+        sliding_window=sight.window,
+        attention_chunk_size=sight.chunk,
     )
+    return KVCacheGroupSpec(["a"], spec)
 
 
 def metadata(
-    requests: Sequence[tuple[Sequence[int], int, int]], block_size: int, window: int | None = None
+    requests: Sequence[tuple[Sequence[int], int, int]], block_size: int, sight: Sight = ALL
 ) -> AttentionMetadata:
     """A request is (block ids, tokens already computed, new tokens)."""
-    one = group(block_size, window)
+    one = group(block_size, sight)
     tables = step_tables([RequestStep([ids], done, new) for ids, done, new in requests], [one])
     built: dict[str, AttentionMetadata] = build_attn_metadata(
         [PagedMetadataBuilder(one.kv_cache_spec, ["a"], Forward(), "cpu")],
@@ -80,18 +86,23 @@ class Forward:
 Forward.compilation_config = Forward()
 
 
-def naive(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+def sees(position: int, token: int, sight: Sight) -> bool:
+    if sight.chunk is not None and token // sight.chunk != position // sight.chunk:
+        return False
+    return token <= position and (sight.window is None or token > position - sight.window)
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
     """query [new, Hq, D] is the end of the context; key and value [context, Hkv, D]."""
     new, num_query, _ = query.shape
     context, num_kv, _ = key.shape
     out = torch.empty_like(query)
     for row in range(new):
         for head in range(num_query):
-            seen = context - new + row + 1
-            first = 0 if window is None else max(0, seen - window)
+            seen = [t for t in range(context) if sees(context - new + row, t, sight)]
             kv_head = head // (num_query // num_kv)
-            scores = key[first:seen, kv_head] @ query[row, head] / math.sqrt(HEAD_SIZE)
-            out[row, head] = torch.softmax(scores, 0) @ value[first:seen, kv_head]
+            scores = key[seen, kv_head] @ query[row, head] / math.sqrt(HEAD_SIZE)
+            out[row, head] = torch.softmax(scores, 0) @ value[seen, kv_head]
     return out
 
 
@@ -100,7 +111,7 @@ def naive(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) 
     layout=st.sampled_from(["HND", "NHD"]),
     block_tokens=st.sampled_from([8, 16, 24, 32, 40, 64]),
     num_kv_heads=st.sampled_from([1, 2, 4]),
-    window=st.sampled_from([None, 1, 2, 7, 8, 17, 40, 100]),
+    sight=st.sampled_from(SIGHTS),
     steps=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
 )
@@ -108,7 +119,7 @@ def test_equals_naive_over_chunks_and_batches(
     layout: str,
     block_tokens: int,
     num_kv_heads: int,
-    window: int | None,
+    sight: Sight,
     steps: list[tuple[int, int]],
     seed: int,
 ) -> None:
@@ -123,26 +134,26 @@ def test_equals_naive_over_chunks_and_batches(
     ks = [torch.randn(a + b, num_kv_heads, HEAD_SIZE, generator=generator) for a, b in steps]
     vs = [torch.randn(a + b, num_kv_heads, HEAD_SIZE, generator=generator) for a, b in steps]
     for spans in ([(0, a) for a, _ in steps], [(a, a + b) for a, b in steps]):
-        if window is not None:
-            for ids, (lo, _) in zip(blocks, spans, strict=True):
-                for position in range(max(0, lo - window + 1) // block_tokens):
-                    ratio = block_tokens // view.shape[2]
-                    view[:, ids[position] * ratio : (ids[position] + 1) * ratio] = math.nan
-                    ids[position] = -1
+        for ids, (lo, _) in zip(blocks, spans, strict=True):
+            first = next(token for token in range(lo + 1) if sees(lo, token, sight))
+            for position in range(first // block_tokens):
+                ratio = block_tokens // view.shape[2]
+                view[:, ids[position] * ratio : (ids[position] + 1) * ratio] = math.nan
+                ids[position] = -1
         meta = metadata(
             [(ids, lo, hi - lo) for ids, (lo, hi) in zip(blocks, spans, strict=True)],
             block_tokens,
-            window,
+            sight,
         )
         q, k, v = (
             torch.cat([t[lo:hi] for t, (lo, hi) in zip(full, spans, strict=True)])
             for full in (qs, ks, vs)
         )
         backend.write(view, k, v, meta)
-        got = backend.attend(q, view, meta, window)
+        got = backend.attend(q, view, meta, sight)
         want = torch.cat(
             [
-                naive(q_all[lo:hi], k_all[:hi], v_all[:hi], window)
+                naive(q_all[lo:hi], k_all[:hi], v_all[:hi], sight)
                 for q_all, k_all, v_all, (lo, hi) in zip(qs, ks, vs, spans, strict=True)
             ]
         )
@@ -150,11 +161,11 @@ def test_equals_naive_over_chunks_and_batches(
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-@pytest.mark.parametrize("window", [1, 8, 9, 20])
+@pytest.mark.parametrize("sight", [*map(Sight, (1, 8, 9, 20)), Sight(chunk=9), Sight(chunk=16)])
 @pytest.mark.parametrize("start", [24, 27, 31, 32])
-def test_each_token_of_a_window_counts(layout: str, window: int, start: int) -> None:
+def test_each_token_that_is_seen_counts(layout: str, sight: Sight, start: int) -> None:
     """One token decoded at position ``start``, one value set apart at each position in turn: it
-    reaches the answer exactly where it is in (start - window, start].
+    reaches the answer exactly where it is in the window or the chunk.
     """
     backend, view = make_cache(layout, 8, 1)
     blocks = [5, 3, 8, 1, 2]
@@ -164,10 +175,10 @@ def test_each_token_of_a_window_counts(layout: str, window: int, start: int) -> 
         value[position] = 1.0
         meta = metadata([(blocks, 0, start + 1)], 8)
         backend.write(view, key, value, meta)
-        meta = metadata([(blocks, start, 1)], 8, window)
-        got = float(backend.attend(torch.zeros(1, 1, HEAD_SIZE), view, meta, window)[0, 0, 0])
-        is_seen = start - window < position <= start
-        assert got == pytest.approx(1 / min(window, start + 1) if is_seen else 0.0)
+        meta = metadata([(blocks, start, 1)], 8, sight)
+        got = float(backend.attend(torch.zeros(1, 1, HEAD_SIZE), view, meta, sight)[0, 0, 0])
+        num_seen = sum(sees(start, token, sight) for token in range(start + 1))
+        assert got == pytest.approx(1 / num_seen if sees(start, position, sight) else 0.0)
 
 
 @pytest.mark.parametrize(("layout", "block_tokens"), [("HND", 24), ("NHD", 24), ("NHD", 64)])

@@ -91,7 +91,7 @@ def test_few_blocks_serve_short_requests() -> None:
         plan_kv_caches(config, load_model_config("hybrid"))  # one block for each group
 
 
-@pytest.mark.parametrize("name", [None, "hybrid", "kv-sharing"])
+@pytest.mark.parametrize("name", [None, "hybrid", "kv-sharing", "chunked"])
 @pytest.mark.parametrize("tp_size", [1, 4])
 def test_the_layers_themselves_ask_for_the_same(name: str | None, tp_size: int) -> None:
     model = load_model_config(name, dtype="bfloat16")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvxfer.engine.attention import attention_backend
+from kvxfer.engine.attention import PagedAttention, attention_backend
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.model_config import load_model_config, shard_for
 from kvxfer.engine.rank_cache import RankCache, RequestStep
@@ -35,6 +35,7 @@ def test_regions_say_where_a_layer_writes(layout: str, name: str | None) -> None
             for g, spec in enumerate(cache.config.kv_cache_groups)
             if layer_name in spec.layer_names
         )
+        assert isinstance(layer, PagedAttention)
         layer.write(key + number, key + number + 1000, meta[layer_name])
         regions = [region for region in cache.regions if region.layer == layer_name]
         assert [(region.plane, region.group) for region in regions] == [("k", group), ("v", group)]

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvxfer.cache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+from kvxfer.cache.specs import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from kvxfer.engine.rank_cache import RequestStep, step_tables
 
 FULL = KVCacheGroupSpec(
@@ -14,6 +19,12 @@ FULL = KVCacheGroupSpec(
 WINDOW = KVCacheGroupSpec(
     ["window"],
     SlidingWindowSpec(block_size=8, num_kv_heads=1, head_size=4, dtype="float32", sliding_window=6),
+)
+CHUNK = KVCacheGroupSpec(
+    ["chunk"],
+    ChunkedLocalAttentionSpec(
+        block_size=8, num_kv_heads=1, head_size=4, dtype="float32", attention_chunk_size=12
+    ),
 )
 
 
@@ -54,16 +65,24 @@ def test_a_step_without_requests() -> None:
     assert [tuple(table.shape) for table in tables["block_tables"]] == [(0, 0), (0, 0)]
 
 
-@pytest.mark.parametrize(("num_computed", "needs"), [(12, 0), (13, 1), (20, 1), (21, 2)])
-def test_the_first_block_that_a_window_of_six_needs(num_computed: int, needs: int) -> None:
-    """The next token at position n sees from n - 5 on: block 0 until n = 12, block 1 until 20."""
-    table = [4, 5, 6]
+@pytest.mark.parametrize(
+    ("group", "num_computed", "needs"),
+    [
+        *((WINDOW, n, needs) for n, needs in [(12, 0), (13, 1), (20, 1), (21, 2)]),
+        *((CHUNK, n, needs) for n, needs in [(11, 0), (12, 1), (23, 1), (24, 3)]),
+    ],
+)
+def test_the_first_block_that_a_group_needs(
+    group: KVCacheGroupSpec, num_computed: int, needs: int
+) -> None:
+    """Of the next token at position n a window of 6 begins at n - 5, a chunk of 12 at its start."""
+    table = [4, 5, 6, 7]
     table[:needs] = [-1] * needs
-    step_tables([RequestStep((table,), num_computed, 1)], [WINDOW])
+    step_tables([RequestStep((table,), num_computed, 1)], [group])
     table[needs] = -1
     message = f"request 0: expected a block at position {needs} of group 0, which a new token sees"
     with pytest.raises(ValueError, match=message):
-        step_tables([RequestStep((table,), num_computed, 1)], [WINDOW])
+        step_tables([RequestStep((table,), num_computed, 1)], [group])
 
 
 def test_refusals() -> None:

@@ -130,6 +130,7 @@ def naive_logits(config: ModelConfig, prompt: list[int]) -> Tensor:
 
     windows = {"model.layers.0": 48, "model.layers.2": 48, "model.layers.4": 48}
     targets = {"model.layers.4": "model.layers.2", "model.layers.5": "model.layers.3"}
+    targets = targets if config.num_kv_shared_layers else {}
     kept: dict[str, tuple[Tensor, Tensor]] = {}
     x = weight("model.embed_tokens", config.vocab_size, hidden_size)[prompt]
     for layer in range(config.num_layers):
@@ -149,7 +150,10 @@ def naive_logits(config: ModelConfig, prompt: list[int]) -> Tensor:
         k, v = kept[targets.get(name, name)]
         attended = torch.empty_like(q)
         for position in range(len(prompt)):
-            first = max(0, position + 1 - windows.get(name, len(prompt)))
+            window = windows.get(name, len(prompt))
+            first = max(0, position + 1 - window)
+            if config.has_chunks:
+                first = position - position % window
             for head in range(num_q):
                 at = head // (num_q // num_kv)
                 scores = k[first : position + 1, at] @ q[position, head] / size**0.5
@@ -166,11 +170,10 @@ def naive_logits(config: ModelConfig, prompt: list[int]) -> Tensor:
     return norm(x) @ weight("lm_head", config.vocab_size, hidden_size).T
 
 
-@pytest.fixture(scope="module")
-def kv_sharing() -> tuple[ModelConfig, list[int], Tensor]:
-    """The built-in model with fewer numbers, a prompt longer than two windows, its logits."""
+def small(name: str) -> tuple[ModelConfig, list[int], Tensor]:
+    """A built-in model with fewer numbers, a prompt longer than two windows, its logits."""
     config = msgspec.structs.replace(
-        load_model_config("kv-sharing", num_kv_heads=2),
+        load_model_config(name, num_kv_heads=2),
         vocab_size=97,
         hidden_size=48,
         intermediate_size=64,
@@ -179,6 +182,16 @@ def kv_sharing() -> tuple[ModelConfig, list[int], Tensor]:
     )
     prompt = torch.randint(0, 97, (110,), generator=torch.Generator().manual_seed(2)).tolist()
     return config, prompt, naive_logits(config, prompt)
+
+
+@pytest.fixture(scope="module")
+def kv_sharing() -> tuple[ModelConfig, list[int], Tensor]:
+    return small("kv-sharing")
+
+
+@pytest.fixture(scope="module")
+def chunked() -> tuple[ModelConfig, list[int], Tensor]:
+    return small("chunked")
 
 
 @pytest.mark.parametrize("chunks", [(110,), (5, 43, 1, 30, 31), (80, *[1] * 30)])
@@ -197,7 +210,25 @@ def test_shared_kv_equals_a_naive_recomputation(
     layers = ranks.caches[0].layers
     for sharer, target in ((4, 2), (5, 3)):
         mine, own = (layers[f"model.layers.{n}.self_attn"].kv_cache for n in (sharer, target))
+        assert isinstance(mine, Tensor)
+        assert isinstance(own, Tensor)
         assert mine.data_ptr() == own.data_ptr()
+    assert_logits(run_chunks(ranks, prompt, chunks), logits)
+
+
+@pytest.mark.parametrize("chunks", [(110,), (5, 43, 1, 30, 31), (80, *[1] * 30)])
+@pytest.mark.parametrize(
+    ("layout", "block_tokens", "tp_size"), [("HND", 16, 1), ("NHD", 32, 2), ("NHD", 8, 4)]
+)
+def test_chunks_equal_a_naive_recomputation(
+    chunked: tuple[ModelConfig, list[int], Tensor],
+    chunks: tuple[int, ...],
+    layout: str,
+    block_tokens: int,
+    tp_size: int,
+) -> None:
+    config, prompt, logits = chunked
+    ranks = Ranks(config, tp_size, layout, block_tokens, num_blocks=63)
     assert_logits(run_chunks(ranks, prompt, chunks), logits)
 
 

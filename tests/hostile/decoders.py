@@ -70,11 +70,10 @@ from kvxfer.transports.guard import user_of, why_refused
 from kvxfer.transports.key_folder import CURRENT, read_keys
 from kvxfer.transports.native_peers import parse_address
 from kvxfer.transports.nixl_agent import Area
-from kvxfer.transports.nixl_ends import Address
+from kvxfer.transports.nixl_pipe import Address
 from kvxfer.transports.pipe import PipeBroken
 from kvxfer.transports.stream_wire import data_endpoint_of
-from kvxfer.transports.ucx_end import MOST_NBYTES, UcxMail
-from kvxfer.transports.ucx_pipe import SinkAddress, SourceAddress
+from kvxfer.transports.ucx_pipe import MOST_NBYTES, SinkAddress, SourceAddress, UcxMail
 from tests.hostile.mutation import Form
 from tests.rpc_messages import DONE, INFO
 from tests.transfer.test_wire import MANIFEST, OFFER, PULL, TO_SINK, TO_SOURCE, golden
@@ -524,7 +523,7 @@ DECODERS = (
         tuple(len(f).to_bytes(2, "little") + f for f in _STREAM_TO_SOURCE[2:3]),
         _ucx_mail,
         (ProtocolError, PipeBroken),
-        ("transports/ucx_end.py:UcxMail.receive",),
+        ("transports/ucx_pipe.py:UcxMail.receive",),
     ),
     Decoder(
         "ucx address of a sink",
@@ -742,7 +741,7 @@ NO_INPUT: Mapping[str, str] = {
     "cli/doctor.py:as_json": "what it has encoded itself",
     "cli/prompts.py:text_decoder": "tokens of this process",
     "cli/terminal.py:_print_lines": "lines of its own child",
-    "connector/protection.py:protection": "settings have been parsed",
+    "connector/access.py:protection": "settings have been parsed",
     "tensors/kv_digest.py:region_keys": "a hash that it has made itself",
     "tensors/kv_digest.py:seed_of": "a hash that it has made itself",
     "transports/external.py:_loaded": "code that an installed package names",

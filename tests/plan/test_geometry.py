@@ -127,6 +127,28 @@ def test_a_config_s_latent(saved: Any) -> None:
     got = parsed(saved(DEEPSEEK))
     assert (got.layers, got.kv_heads, got.head_dim, got.mla) == (61, 1, 576, True)
     assert facts_of(got).is_mla
+    assert got.indexer == 0
+
+
+def test_a_config_s_indexer(saved: Any) -> None:
+    """DeepSeek V3.2: an fp8 key of 128 and its scale beside each latent. In a block of the backend
+    all keys come first.
+    """
+    folder = saved(DEEPSEEK | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64})
+    got = parsed(f"{folder},block=128,kernel_block=64,kv_cache_dtype=fp8_ds_mla")
+    assert (got.head_dim, got.indexer, str(got)[-34:]) == (
+        *(576, 128),
+        "one latent of 576, an indexer of 128"[-34:],
+    )
+    assert facts_of(got).quantisation == "fp8_ds_mla"
+    regions = make_manifest("--source", got, 300).ranks[0].regions
+    assert len(regions) == 3 * 61
+    latent, key, scale = (each for each in regions if each.layer.startswith("model.layers.7."))
+    assert (latent.plane, latent.inner_nbytes, latent.kernel_blocks) == ("latent", 656, 2)
+    assert (key.inner_nbytes, key.stride_token, scale.inner_nbytes) == (128, 128, 4)
+    assert (scale.offset - key.offset, scale.stride_block) == (64 * 128, 64 * 132)
+    latent, key, *_ = make_manifest("--sink", parsed(folder), 300).ranks[0].regions
+    assert {latent.inner_nbytes, key.inner_nbytes} <= {1152, 128}
 
 
 @pytest.mark.parametrize(
@@ -170,6 +192,11 @@ def test_groups_without_a_hybrid_manager_keep_everything(saved: Any) -> None:
         ("layers=2,head_dim=8,windows=-1", "windows: expected tokens or full, or several in turn"),
         ("layers=2,kv_heads=8,head_dim=8,tp=3", "expected a divisor or a multiple of 8 KV heads"),
         ("layers=2,kv_heads=8,head_dim=8,mla=true", "kv_heads: expected 1 with mla=true, got 8"),
+        ("layers=2,head_dim=8,indexer=128", "indexer: expected 0 without mla=true, got 128"),
+        (
+            "layers=2,head_dim=512,mla=true,kv_cache_dtype=fp8_ds_mla",
+            "kv_cache_dtype: expected fp8_ds_mla with mla=true and head_dim=576 only, got mla=true",
+        ),
         ("layers=2,head_dim=8,pp=3", "pp: expected at most 2 layers, got 3"),
         ("layers=2,head_dim=8,engine=kvxfer,block=12", "got 12 tokens; HND takes multiples of 8"),
         ("layers=2,head_dim=8,block=16,kernel_block=12", "got 16 tokens"),
@@ -221,6 +248,11 @@ def test_configs_that_say_too_little_are_named(saved: Any, config: Any, says: st
         ),
         ({"layer_types": ["chunked_attention"] * 32}, "depends on where the request's chunk ends"),
         ({"index_topk": 2048}, "index_topk: expected one kind of K and V in all layers, got 2048"),
+        ({"compress_ratios": [0, 4, 128]}, "compress_ratios: expected one kind of K and V in all"),
+        (
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk_freq": 4},
+            "index_topk_freq: expected one kind of K and V in all layers, got 4",
+        ),
     ],
 )
 def test_layers_that_do_not_move_are_refused(saved: Any, more: dict[str, Any], says: str) -> None:

@@ -20,10 +20,10 @@ from kvxfer.transports import shm_direct
 from kvxfer.transports.base import ReadRequest, Trial
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
 from kvxfer.transports.launches import Launches
+from kvxfer.transports.pipe import CHUNK_S
 from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_trial import CHUNK_S
 from tests.builders import EngineShape
 from tests.connector import rig
 from tests.connector.conftest import stand_in_for_gpus  # noqa: F401  # autouse

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvxfer.plan.geometry import Geometry
 from kvxfer.plan.transfer_plan import Refusal, TransferPlan, load_figures, plan_transfer
 from kvxfer.transfer.costs import WireCosts
+from kvxfer.transfer.windows import Keeping
 from tests.transfer.naive_windows import kept_tokens
 
 Cell = tuple[int, int, int]
@@ -44,16 +45,17 @@ def ranks(geometry: Geometry) -> list[str]:
     return [f"pp{pp}tp{tp}" for pp in range(geometry.pp) for tp in range(geometry.tp)]
 
 
-def window_of(geometry: Geometry, layer: int) -> int | None:
+def keeping_of(geometry: Geometry, layer: int) -> Keeping:
     pattern = geometry.windows.split("/")
     word = pattern[layer % len(pattern)]
-    return None if word == "full" else int(word)
+    is_chunk, tokens = word.startswith("chunk"), word.removeprefix("chunk")
+    return Keeping(geometry.block, None if word == "full" else int(tokens), is_chunk=is_chunk)
 
 
 def wanted_tokens(source: Geometry, sink: Geometry, layer: int, num_tokens: int) -> set[int]:
     """What the sink keeps and the source still has, which may have computed one token less."""
-    held = kept_tokens(num_tokens - 1, window_of(source, layer), source.block) | {num_tokens - 1}
-    return kept_tokens(num_tokens, window_of(sink, layer), sink.block) & held
+    held = kept_tokens(num_tokens - 1, keeping_of(source, layer)) | {num_tokens - 1}
+    return kept_tokens(num_tokens, keeping_of(sink, layer)) & held
 
 
 def cells_of(plan: TransferPlan, source_rank: str, sink_rank: str) -> Iterator[Cell]:
@@ -172,10 +174,11 @@ def test_the_count_finds_planted_faults(fault: str) -> None:
 
 def test_replicas_share_the_reading() -> None:
     """Of a latent that all ranks hold, and of heads that two ranks hold."""
-    latent = Geometry(layers=4, head_dim=576, mla=True, tp=8)
+    latent = Geometry(layers=4, head_dim=576, mla=True, tp=8, indexer=128)
     moves = planned(latent, replace(latent, tp=4)).moves
     assert [move.source for move in moves if move.layers] == [f"pp0tp{tp}" for tp in (0, 2, 4, 6)]
     assert [move.source for move in moves if not move.layers] == [f"pp0tp{n}" for n in (1, 3, 5, 7)]
+    assert {move.nbytes for move in moves if move.layers} == {2048 * 4 * (576 * 2 + 132)}
     heads = Geometry(layers=4, kv_heads=2, head_dim=64, tp=4)
     moves = planned(heads, replace(heads, tp=4)).moves
     assert [(move.source, move.sink) for move in moves] == [(f"pp0tp{n}",) * 2 for n in range(4)]

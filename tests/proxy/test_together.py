@@ -108,6 +108,15 @@ async def taught(
         yield s, *held
 
 
+@asynccontextmanager
+async def asked(*args: Any, **named: Any) -> AsyncIterator[tuple[Scene, Held, Held, Any]]:
+    """Both work on the second request, whose answer is awaited last."""
+    async with taught(*args, **named) as (s, prefill, decode):
+        answer = ask(s)
+        await both_have_begun(prefill, decode)
+        yield s, prefill, decode, answer
+
+
 def ask(s: Scene) -> asyncio.Task[tuple[int, dict[str, Any]]]:
     return asyncio.create_task(s.post({"prompt": "p"}))
 
@@ -187,11 +196,9 @@ def test_an_engine_that_was_down_is_learned_anew() -> None:
 def test_what_prefill_fails_ends_decodes_work(policy: OnMissingKv) -> None:
     async def scenario() -> None:
         fails = give(500, b"broken")
-        async with taught(prefill=fails, on_missing_kv=policy) as (s, prefill, decode):
-            asked = ask(s)
-            await both_have_begun(prefill, decode)
+        async with asked(prefill=fails, on_missing_kv=policy) as (s, prefill, decode, answer):
             prefill.may_go_on.set()
-            status, said = await asked
+            status, said = await answer
             await decode.aborted.wait()
             if policy is OnMissingKv.REFUSE:
                 assert (status, said["error"]["type"]) == (502, "prefill_error")
@@ -211,11 +218,9 @@ def test_prefill_that_offers_nothing_is_decoded_without() -> None:
     """As in turn: the engine has answered well."""
 
     async def scenario() -> None:
-        async with taught(prefill=give(200, b"{}")) as (s, prefill, decode):
-            asked = ask(s)
-            await both_have_begun(prefill, decode)
+        async with asked(prefill=give(200, b"{}")) as (s, prefill, decode, answer):
             prefill.may_go_on.set()
-            assert (await asked)[0] == 200
+            assert (await answer)[0] == 200
             await decode.aborted.wait()
             assert "kv_transfer_params" not in s.calls[2].body
 
@@ -224,11 +229,9 @@ def test_prefill_that_offers_nothing_is_decoded_without() -> None:
 
 def test_what_decode_refuses_ends_prefills_work() -> None:
     async def scenario() -> None:
-        async with taught(decode=give(400, b'{"error":"too long"}')) as (s, prefill, decode):
-            asked = ask(s)
-            await both_have_begun(prefill, decode)
+        async with asked(decode=give(400, b'{"error":"too long"}')) as (s, prefill, decode, answer):
             decode.may_go_on.set()
-            assert await asked == (400, {"error": "too long"})
+            assert await answer == (400, {"error": "too long"})
             await prefill.aborted.wait()
             assert await s.failures() == {"decode_error": 1}
 
@@ -239,11 +242,9 @@ def test_what_decode_can_do_alone_ends_prefills_work() -> None:
     """It has the prompt in its own cache."""
 
     async def scenario() -> None:
-        async with taught() as (s, prefill, decode):
-            asked = ask(s)
-            await both_have_begun(prefill, decode)
+        async with asked() as (s, prefill, decode, answer):
             decode.may_go_on.set()
-            assert (await asked)[0] == 200
+            assert (await answer)[0] == 200
             await prefill.aborted.wait()
             assert await s.failures() == {}
 
@@ -253,9 +254,7 @@ def test_what_decode_can_do_alone_ends_prefills_work() -> None:
 @pytest.mark.parametrize("decode", [drops, give(503, b"{}")])
 def test_another_decode_engine_takes_it_in_turn(decode: Answer) -> None:
     async def scenario() -> None:
-        async with taught(decode=decode, num_others=1) as (s, prefill, held):
-            asked = ask(s)
-            await both_have_begun(prefill, held)
+        async with asked(decode=decode, num_others=1) as (s, prefill, held, answer):
             held.may_go_on.set()
 
             async def is_counted() -> bool:
@@ -266,7 +265,7 @@ def test_another_decode_engine_takes_it_in_turn(decode: Answer) -> None:
             assert {call.engine for call in s.calls} == {"p0", "d0"}
             assert not prefill.aborted.is_set()
             prefill.may_go_on.set()
-            assert (await asked)[0] == 200
+            assert (await answer)[0] == 200
             assert s.calls[2].engine == "d1"
             assert s.calls[2].body["kv_transfer_params"] == params()
 
@@ -303,10 +302,8 @@ def test_kv_that_the_engine_before_may_have_taken_is_computed_again() -> None:
 
 def test_a_client_that_goes_away_ends_both() -> None:
     async def scenario() -> None:
-        async with taught() as (s, prefill, decode):
-            asked = ask(s)
-            await both_have_begun(prefill, decode)
-            asked.cancel()
+        async with asked() as (s, prefill, decode, answer):
+            answer.cancel()
             await prefill.aborted.wait()
             await decode.aborted.wait()
 

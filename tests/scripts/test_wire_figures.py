@@ -10,7 +10,7 @@ import pytest
 from kvxfer.plan.geometry import Geometry
 from kvxfer.plan.transfer_plan import TransferPlan, WireFigures, load_figures, plan_transfer
 from kvxfer.transfer.costs import WireCosts
-from kvxfer.transports.stream_trial import chunk_s
+from kvxfer.transports.pipe import chunk_s
 from scripts import wire_figures
 from scripts.wire_figures import ROOT, bounds_of, predicted_s, times_of
 

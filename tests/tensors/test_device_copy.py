@@ -337,7 +337,7 @@ def test_no_access_is_wider_than_the_addresses_of_its_launch_allow(
         for lo in range(case.token_lo, case.token_hi, chunk_tokens):
             span = ((0, 2), (lo, min(lo + chunk_tokens, case.token_hi)))
             where = (dense_address, programs)
-            for work in chunk_works(side, pool.ids, order, *span, *where, is_pack=is_pack):
+            for work in chunk_works(side, pool.ids, order, span, *where, is_pack=is_pack):
                 _, sources, sinks, *_ = work.arrays
                 assert isinstance(work.launch, Launch)
                 assert not (sources % work.launch.word_nbytes).any()
@@ -445,7 +445,7 @@ def test_ids_of_a_transfer_are_looked_through_once(monkeypatch: pytest.MonkeyPat
     unpack(ids, 0, 32)
     few = msgspec.structs.replace(side.tile, num_blocks=int(ids.max()))
     with pytest.raises(ValueError, match=rf"block_ids: expected ids in \[0, {ids.max()}\)"):
-        unpack(ids, 0, 70, BoundSide(few, side.addresses))
+        unpack(ids, 0, 70, BoundSide(tile=few, addresses=side.addresses))
 
 
 @pytest.mark.parametrize(

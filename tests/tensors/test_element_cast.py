@@ -58,7 +58,7 @@ def by_kernel(elements: Tensor, sink: str, given_scale: float, taken_scale: floa
         )
         values = Values(name_of(tensor), ((scale,),))
         address = np.array([tensor.data_ptr()], np.int64)
-        sides.append(BoundSide(tile, address, values=values, chunk=values))
+        sides.append(BoundSide(tile=tile, addresses=address, values=values, chunk=values))
     copier, ids, stream = DeviceCopier(DEVICE), np.zeros(1, np.int64), new_stream()
     copier.copy(BoundCopy(*sides), ids, ids, (0, num_tokens), stream=stream)
     copier.mark(stream).synchronize()

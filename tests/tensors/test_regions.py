@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvxfer.cache.specs import (
     AttentionSpec,
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -208,16 +207,13 @@ def test_groups_windows_sharers_and_memories() -> None:
     assert not same_bytes(regions[0], regions[4])  # another group
 
 
-CHUNKED = ChunkedLocalAttentionSpec(
-    block_size=8, num_kv_heads=2, head_size=4, dtype="float32", attention_chunk_size=16
-)
 STATE = MambaSpec(block_size=8, shapes=((4,),), dtypes=("float32",))
 
 
-@pytest.mark.parametrize("spec", [CHUNKED, STATE, KVCacheSpec(block_size=8)])
+@pytest.mark.parametrize("spec", [STATE, KVCacheSpec(block_size=8)])
 def test_what_has_no_regions_is_named(spec: KVCacheSpec) -> None:
     config = KVCacheConfig(3, [], [KVCacheGroupSpec(["l.0"], spec)])
-    said = f"l.0: expected full or sliding-window attention, got {type(spec).__name__}"
+    said = f"l.0: expected full, sliding-window or chunked attention, got {type(spec).__name__}"
     with pytest.raises(ValueError, match=said):
         kv_regions(config, {"l.0": [torch.zeros(1)]}, {"l.0": Nhd}, [], 0, 2)
 

@@ -63,7 +63,9 @@ class Case:
         for route in plan.routes:
             given, taken = self.source_memories[route.source_rank], memories[route.sink_rank]
             for copy_class in route.classes:
-                span = spans[copy_class.sink.group]
+                lo, hi = spans[copy_class.sink.group]
+                cell_tokens = copy_class.sink.cell_tokens
+                span = (lo // cell_tokens, hi // cell_tokens)
                 addresses = zip(
                     side_addresses(copy_class.source, self.source_ids, span),
                     side_addresses(copy_class.sink, self.sink_ids, span),

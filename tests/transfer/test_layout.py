@@ -49,7 +49,7 @@ def test_address_by_hand(block_id: int, head: int, token: int, address: int) -> 
 
 
 def test_sizes_by_hand() -> None:
-    assert PLANE.kernel_tokens == 2
+    assert PLANE.kernel_cells == 2
     assert PLANE.num_heads == 2
     assert PLANE.end == 100 + 11 * 40 + 16 + 8 + 8
     assert PLANE.is_dense

@@ -63,6 +63,7 @@ def shapes(
     num_layers: int,
     is_mla: bool,
     planes: Outermost | None,
+    cell_tokens: int,
 ) -> EngineShape:
     kernel_blocks = draw(st.sampled_from((1, 2, 4)))
     return EngineShape(
@@ -71,7 +72,7 @@ def shapes(
         num_kv_heads=num_kv_heads,
         is_mla=is_mla,
         num_layers=num_layers,
-        block_tokens=kernel_blocks * draw(st.sampled_from((1, 3, 4, 6, 8))),
+        block_tokens=kernel_blocks * cell_tokens * draw(st.sampled_from((1, 3, 4, 6, 8))),
         kernel_blocks=kernel_blocks,
         num_blocks=45,
         inner_nbytes=2,
@@ -83,6 +84,7 @@ def shapes(
         turned=() if is_mla else draw(st.sampled_from(((), ("k",), ("k", "v")))),
         channel_nbytes=1,
         groups=draw(st.sampled_from(((), tuple(range(num_layers))[::-1]))),
+        cell_tokens=cell_tokens,
     )
 
 
@@ -93,7 +95,8 @@ def cases(draw: st.DrawFn, source_tp: int) -> tuple[EngineShape, EngineShape]:
     num_kv_heads = 1 if is_mla else draw(st.sampled_from(split))
     num_layers = draw(st.integers(1, 3))
     planes: Outermost | None = "inner" if draw(st.booleans()) else None
-    alike = (num_kv_heads, num_layers, is_mla, planes)
+    cell_tokens = draw(st.sampled_from((1, 1, 2, 5)))
+    alike = (num_kv_heads, num_layers, is_mla, planes, cell_tokens)
     return draw(shapes((source_tp,), *alike)), draw(shapes(TP_SIZES, *alike))
 
 

@@ -21,10 +21,15 @@ from kvxfer.transfer.windows import (
     may_clip,
 )
 from tests.builders import EngineShape, build_manifest
-from tests.transfer.naive_windows import kept_tokens, simulated
+from tests.transfer.naive_windows import kept_tokens, simulated, visible_tokens
 
 WINDOWS = (None, 1, 2, 5, 7, 16, 23, 64)
 BLOCKS = (1, 2, 3, 4, 6, 8)
+KEEPINGS = [
+    Keeping(block_tokens, window, is_chunk=is_chunk)
+    for window, block_tokens, is_chunk in product(WINDOWS, BLOCKS, (False, True))
+    if window in (5, 16) or not is_chunk
+]
 
 
 @pytest.mark.parametrize(
@@ -51,15 +56,13 @@ def test_kept_start(
 
 
 def test_the_edge_is_what_the_step_of_the_last_offered_token_drops() -> None:
-    for window, block_tokens, num_offered in product(WINDOWS, BLOCKS, range(1, 40)):
+    for keeping, num_offered in product(KEEPINGS, range(1, 40)):
         before, after = (
-            {token // block_tokens for token in kept_tokens(number, window, block_tokens)}
+            {token // keeping.block_tokens for token in kept_tokens(number, keeping)}
             for number in (num_offered - 1, num_offered)
         )
-        edge = Keeping(block_tokens, window).edge(num_offered)
-        if window == 1 and (num_offered - 1) % block_tokens == 0:
-            before.add((num_offered - 1) // block_tokens)  # the last token alone is in its block
-        assert set(edge) == before - after
+        before.add((num_offered - 1) // keeping.block_tokens)  # that of the last token itself
+        assert set(keeping.edge(num_offered)) == before - after
 
 
 def test_edge_ids_by_group() -> None:
@@ -72,10 +75,35 @@ def test_edge_ids_by_group() -> None:
 
 
 def test_kept_start_is_what_dropping_token_by_token_leaves() -> None:
-    for window, block_tokens, num_computed in product(WINDOWS, BLOCKS, range(0, 40, 3)):
-        kept = kept_tokens(num_computed, window, block_tokens)
-        start = Keeping(block_tokens, window).kept_start(num_computed)
-        assert kept == set(range(start, num_computed))
+    for keeping, num_computed in product(KEEPINGS, range(0, 40, 3)):
+        start = keeping.kept_start(num_computed)
+        assert kept_tokens(num_computed, keeping) == set(range(start, num_computed))
+
+
+def test_chunks_by_hand() -> None:
+    k16, k24, k32 = (Keeping(tokens, 48, is_chunk=True) for tokens in (16, 24, 32))
+    assert [k32.kept_start(n) for n in (47, 48, 95, 96)] == [0, 32, 32, 96]
+    # 97 offered: token 96 begins a chunk, and needs nothing before it
+    assert group_move(0, 96, 97, sink=k16, source=k16) == Whole(96, 96)
+    # 96 offered: token 95 is computed again, and sees 48 to 95; the source holds the chunk that
+    # an engine with 96 tokens lets go of
+    assert group_move(0, 95, 96, sink=k16, source=k16) == Whole(48, 95)
+    assert k16.edge(96) == range(3, 6)
+    assert held_ids(((1, 2, 3, 4, 5, 6),), {0: k16}, 96) == ((-1, -1, -1, 4, 5, 6),)
+    assert edge_ids(((1, 2, 3, 4, 5, 6),), {0: k16}, 96) == ((-1, -1, -1, 4, 5, 6),)
+    # blocks of 32 do not begin with each chunk: the sink's first kept block has 32 to 63
+    assert group_move(0, 70, 71, sink=k32, source=k16) == Clipped(48, 70, 1)
+    assert group_move(0, 70, 71, sink=k32, source=k24) == Clipped(48, 70, 1)
+    assert group_move(0, 70, 71, sink=k16, source=k32) == Whole(48, 70)
+    assert str(k16) == "chunks of 48 tokens in blocks of 16"
+
+
+def test_who_keeps_a_chunk_keeps_no_window_and_the_reverse() -> None:
+    """What an engine includes, it has for every next token."""
+    kinds = [Keeping(1), *(Keeping(1, w, is_chunk=c) for w in (2, 3, 4, 6) for c in (False, True))]
+    for source, sink in product(kinds, kinds):
+        holds = all(visible_tokens(n, sink) <= visible_tokens(n, source) for n in range(14))
+        assert source.includes(sink) == holds, (source, sink)
 
 
 def test_a_move_is_whole_clipped_or_missing() -> None:
@@ -114,7 +142,10 @@ def test_what_is_missing_is_told_with_layer_tokens_and_blocks() -> None:
 
 windows = st.one_of(st.none(), st.integers(1, 40))
 blocks = st.integers(1, 12)
-keepings = st.builds(Keeping, blocks, windows)
+keepings = st.builds(
+    lambda tokens, window, is_chunk: Keeping(tokens, window, is_chunk=is_chunk and bool(window)),
+    *(blocks, windows, st.booleans()),
+)
 
 
 @given(keepings, keepings, st.integers(1, 70), st.data())
@@ -149,6 +180,13 @@ def test_may_clip_is_exact() -> None:
             for offered in range(2, 2 + window + more + 2 * bk * bs)
         )
         assert clips == may_clip(sink, source), (sink, source)
+    for bk, bs, chunk in product(range(1, 10), range(1, 10), range(1, 14)):
+        sink, source = (Keeping(tokens, chunk, is_chunk=True) for tokens in (bk, bs))
+        clips = any(
+            isinstance(group_move(0, n - 1, n, sink=sink, source=source), Clipped)
+            for n in range(2, 2 + bk * bs * chunk, 1 if chunk == 1 else chunk - 1)
+        )
+        assert clips <= may_clip(sink, source), (sink, source)
     assert not may_clip(Keeping(32, 8), Keeping(16))
     assert not may_clip(Keeping(32), Keeping(16, 8))
 

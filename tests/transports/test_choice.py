@@ -18,7 +18,7 @@ from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts, Workload
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports.base import ReceivingSink, SinkTransport, Trial
 from kvxfer.transports.choice import Choice, choose
-from kvxfer.transports.stream_trial import CHUNK_S, DEVICE_CHUNK_S
+from kvxfer.transports.pipe import CHUNK_S, DEVICE_CHUNK_S
 from tests.helpers import Opened
 from tests.transports.pair import CONFIG, Pair
 

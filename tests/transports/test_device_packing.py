@@ -35,7 +35,7 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import Copier, CopyThread
 from kvxfer.transports.launches import Launches
 from kvxfer.transports.pipe import Pipe, Slots
-from kvxfer.transports.stream_admission import Admission
+from kvxfer.transports.stream_connections import Admission
 from kvxfer.transports.stream_packing import LEAST_BOUNCES, DevicePacker, make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource

@@ -29,9 +29,8 @@ from kvxfer.transports.channel import bind_unix
 from kvxfer.transports.guard import nearest_endpoint, unix_endpoint
 from kvxfer.transports.native_peers import check_own_devices, net_devices
 from kvxfer.transports.nixl_agent import Area
-from kvxfer.transports.nixl_ends import Address
-from kvxfer.transports.pipe import Pipe
-from kvxfer.transports.stream_trial import trial_slots
+from kvxfer.transports.nixl_pipe import Address
+from kvxfer.transports.pipe import Pipe, trial_slots
 from kvxfer.transports.stream_wire import (
     STREAM_VERSION,
     AskTrial,

@@ -22,8 +22,7 @@ from kvxfer.transports import nixl_pipe
 from kvxfer.transports.base import Wake
 from kvxfer.transports.native_peers import LOOPBACK
 from kvxfer.transports.nixl_agent import NixlAgent, Operation
-from kvxfer.transports.nixl_ends import GO, End
-from kvxfer.transports.nixl_pipe import NixlPipe
+from kvxfer.transports.nixl_pipe import GO, End, NixlPipe
 from kvxfer.transports.pipe import PipeBroken, SinkLane, Slots, SourceLane
 from kvxfer.transports.wake_up import Alarm
 from tests.helpers import needs_nixl, run_pair

@@ -19,12 +19,12 @@ from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import (
+    pipe,
     registry,
     stream_link,
     stream_packing,
     stream_sink,
     stream_source,
-    stream_trial,
 )
 from kvxfer.transports.base import (
     TRIAL_NBYTES,
@@ -38,10 +38,10 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
+from kvxfer.transports.pipe import CHUNK_S
 from kvxfer.transports.stream_machine import SinkSlot
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_trial import CHUNK_S
 from kvxfer.transports.stream_wire import (
     AskTrial,
     Attach,
@@ -389,7 +389,7 @@ def test_a_chunk_costs_more_where_a_gpu_packs_or_unpacks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, kinds: set[str]
 ) -> None:
     monkeypatch.setattr(stream_sink.StreamSink, "_device_types", lambda *_: kinds)
-    monkeypatch.setattr(stream_trial, "DEVICE_TRIAL_NBYTES", TRIAL_NBYTES)  # the source has no GPU
+    monkeypatch.setattr(pipe, "DEVICE_TRIAL_NBYTES", TRIAL_NBYTES)  # the source has no GPU
     costs = replace(pair.trial().costs, latency_s=1e-5, bytes_per_s=2e11)
     assert costs.message_s == CHUNK_S * (1 if kinds == {"cpu"} else 4)
     if kinds != {"cpu"}:

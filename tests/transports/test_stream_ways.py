@@ -19,12 +19,11 @@ from kvxfer.transports import registry, stream_trial
 from kvxfer.transports.base import ReadDone, Trial
 from kvxfer.transports.choice import choose
 from kvxfer.transports.nixl_pipe import NixlPipe
-from kvxfer.transports.pipe import DEVICE_STAGING, HOST_STAGING, Pipe, Slots, StagingSize
+from kvxfer.transports.pipe import CHUNK_S, DEVICE_STAGING, HOST_STAGING, Pipe, Slots, StagingSize
 from kvxfer.transports.stream_link import Terms
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_trial import (
-    CHUNK_S,
     LEAST_FURTHER_S,
     NUM_TURNS,
     TrialTaker,

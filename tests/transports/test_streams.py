@@ -171,7 +171,7 @@ def test_streams_follow_the_cores_that_the_process_may_use(
     assert 1 <= num_cores() <= cores
 
 
-@pytest.mark.parametrize("side", ["stream_admission", "stream_sink"])
+@pytest.mark.parametrize("side", ["stream_connections", "stream_sink"])
 def test_further_streams_keep_no_sink_out(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for five of them the second connection has three streams and the third has one."""
     monkeypatch.setattr(f"kvxfer.transports.{side}.most_further", lambda: 5)

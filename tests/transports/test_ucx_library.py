@@ -11,9 +11,8 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.transports.ucx_end import tag_of
 from kvxfer.transports.ucx_library import check_version, settings
-from kvxfer.transports.ucx_pipe import UcxPipe
+from kvxfer.transports.ucx_pipe import UcxPipe, tag_of
 from tests.helpers import needs_ucxx
 
 CPU = torch.device("cpu")

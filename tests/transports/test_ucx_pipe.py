@@ -23,9 +23,19 @@ from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transports import ucx_library
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import PipeBroken, Slots
-from kvxfer.transports.ucx_end import GENERATION_BITS, MAX_SLOTS, MOST_NBYTES, UcxEnd, tag_of
 from kvxfer.transports.ucx_library import Worker
-from kvxfer.transports.ucx_pipe import SinkAddress, UcxLane, UcxPipe, UcxSinkLane, UcxSourceLane
+from kvxfer.transports.ucx_pipe import (
+    GENERATION_BITS,
+    MAX_SLOTS,
+    MOST_NBYTES,
+    SinkAddress,
+    UcxEnd,
+    UcxLane,
+    UcxPipe,
+    UcxSinkLane,
+    UcxSourceLane,
+    tag_of,
+)
 from tests.helpers import assert_same_bytes, needs_ucxx, run_pair
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,

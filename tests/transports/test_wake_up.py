@@ -7,7 +7,7 @@ import select
 import threading
 import time
 
-from kvxfer.transports.wake_up import Alarm, WakeUp
+from kvxfer.transports.wake_up import Alarm, Completions, WakeUp
 
 
 class Bell:
@@ -96,3 +96,18 @@ def test_after_close_it_is_silent() -> None:
     alarm.after(0.0)
     assert not bell.wait(0.1)
     assert threading.active_count() == before
+
+
+def test_what_is_told_is_taken_once_in_its_order_and_wakes() -> None:
+    wakes: list[None] = []
+    completions: Completions[int] = Completions(lambda: wakes.append(None))
+    assert not completions
+    completions.append(1)
+    assert not wakes  # who appends is on his way to take it
+    completions.tell(2)
+    assert (len(completions), len(wakes)) == (2, 1)
+    taken = completions.take()
+    completions.append(3)
+    assert taken == [1, 2]
+    assert completions.take() == [3]
+    assert completions.take() == []

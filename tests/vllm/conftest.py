@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
     from tests.vllm.scheduler_rig import Engine
+    from tests.vllm.step_rig import ComputingEngine
 
+Kind = TypeVar("Kind", bound="Engine")
 HAS_VLLM = find_spec("vllm") is not None
 MEASURED = pytest.StashKey[dict[str, object]]()
 
@@ -41,15 +43,27 @@ def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     """Makes engines without a model: vLLM's scheduler and a real worker side."""
     from tests.vllm.scheduler_rig import Engine  # by now loaded, in spite of vLLM's warnings
 
-    made: list[Engine] = []
+    yield from _engines(tmp_path, Engine)
 
-    def make(**settings: Any) -> Engine:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(Engine(folder, **settings))
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., ComputingEngine]]:
+    """Makes such engines whose steps compute tokens of what lies in the cache."""
+    from tests.vllm.step_rig import ComputingEngine
+
+    yield from _engines(tmp_path, ComputingEngine)
+
+
+def _engines(folder: Path, kind: type[Kind]) -> Iterator[Callable[..., Kind]]:
+    made: list[Kind] = []
+
+    def make_one(**settings: Any) -> Kind:
+        own = folder / str(len(made))
+        own.mkdir()
+        made.append(kind(own, **settings))
         return made[-1]
 
-    yield make
+    yield make_one
     for engine in made:
         engine.close()
 

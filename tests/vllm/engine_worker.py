@@ -140,6 +140,18 @@ class Worker:
             "num_running": len(scheduler.running),
         }
 
+    def do_poison(self, layers: list[str], value: float) -> int:
+        """Fill the KV cache of layers, those with such a word in the name; how many there are."""
+        context = self._core.vllm_config.compilation_config.static_forward_context
+        caches = [
+            layer.kv_cache
+            for name, layer in context.items()
+            if any(word in name for word in layers)
+        ]
+        for cache in caches:
+            cache.fill_(value)
+        return len(caches)
+
     def do_groups(self) -> list[str]:
         """The kinds of the KV cache groups' specs."""
         groups = self._scheduler().kv_cache_config.kv_cache_groups

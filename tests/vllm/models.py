@@ -6,8 +6,10 @@ float32 because greedy tokens of bfloat16 flip with the shape of the batch; ``in
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +107,137 @@ def _delta_net() -> Any:
     return Qwen3NextForCausalLM(config)
 
 
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """What only vLLM has a class for: the fields of config.json, and weights by name."""
+
+    config: dict[str, Any]
+    weights: dict[str, Any]
+
+    def save_pretrained(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config))
+        weights = {name: weight.contiguous() for name, weight in self.weights.items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def _with_equal_embeddings(model: Any) -> Any:
+    """Embeddings of a root mean square of 1, which a layer's norm leaves as they are: a draft that
+    has none before its first layer computes the same.
+    """
+    weight = model.model.embed_tokens.weight.data
+    weight[0] = weight[1]  # that of padding is 0
+    weight /= weight.pow(2).mean(-1, keepdim=True).sqrt()
+    return model
+
+
+def _drafted() -> Any:
+    """A model that :func:`_eagle` guesses well."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_SHAPE, num_hidden_layers=2, rms_norm_eps=1e-5)
+    return _with_equal_embeddings(LlamaForCausalLM(config))
+
+
+def _eagle(num_kv_heads: int = 4) -> _Checkpoint:
+    """An EAGLE head with the layers of :func:`_drafted`, which it feeds with the next token alone:
+    it says what the model says, but for not seeing the first token of a prompt. ``num_kv_heads``:
+    a multiple of the model's 4, each of which is there several times.
+    """
+    import torch
+
+    model = _drafted()
+    weights = {}
+    for name, weight in model.state_dict().items():
+        if not name.startswith("model.layers.") or name.endswith("0.input_layernorm.weight"):
+            continue
+        heads = weight.view(4, 32, -1) if "k_proj" in name or "v_proj" in name else weight
+        if heads is not weight:
+            heads = heads.repeat_interleave(num_kv_heads // 4, 0).flatten(0, 1)
+        weights[name.removeprefix("model.")] = heads
+    size = _SHAPE["hidden_size"]
+    weights["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    config = model.config.to_dict() | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_key_value_heads": num_kv_heads,
+    }
+    return _Checkpoint(config, weights)
+
+
+def _wide_eagle() -> _Checkpoint:
+    """With twice the model's KV heads: its blocks are twice as large."""
+    return _eagle(8)
+
+
+def _mtp(num_modules: int = 1) -> _Checkpoint:
+    """A model of one layer with modules for multi-token prediction that say what it says."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+    config = Qwen2Config(**shape, num_hidden_layers=1, architectures=["MiMoForCausalLM"])
+    model = _with_equal_embeddings(Qwen2ForCausalLM(config))
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    size = _SHAPE["hidden_size"]
+    for module in range(num_modules):
+        prefix = f"model.mtp_layers.{module}."
+        weights |= {
+            prefix + name.removeprefix("model.layers.0."): weight.clone()
+            for name, weight in model.state_dict().items()
+            if name.startswith("model.layers.0.")
+        }
+        for norm in ("token", "hidden", "final"):
+            weights[f"{prefix}{norm}_layernorm.weight"] = torch.ones(size)
+        weights[prefix + "input_proj.weight"] = torch.cat(
+            [torch.zeros(size, size), torch.eye(size)], 1
+        )
+    fields = config.to_dict() | {"num_nextn_predict_layers": num_modules}
+    return _Checkpoint(fields, weights)
+
+
+def _modules() -> _Checkpoint:
+    """With two modules, of which vLLM's V1 runner uses the first."""
+    return _mtp(2)
+
+
+def _latent() -> Any:
+    """DeepSeek V3 without experts: one latent of 576 elements for all heads in each of 4 layers,
+    which is the one size that vLLM's kernel for CPUs has.
+    """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+    config = DeepseekV3Config(
+        **shape | {"num_key_value_heads": 8},
+        num_hidden_layers=4,
+        first_k_dense_replace=4,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+    )
+    return DeepseekV3ForCausalLM(config)
+
+
 _MAKERS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "hybrid": _hybrid,
     "experts": _experts,
     "state": _state,
     "delta-net": _delta_net,
+    "drafted": _drafted,
+    "eagle": _eagle,
+    "wide-eagle": _wide_eagle,
+    "mtp": _mtp,
+    "modules": _modules,
+    "latent": _latent,
 }
 NAMES = tuple(_MAKERS)
 
@@ -132,8 +259,10 @@ def make(name: str) -> Path:
     import torch
 
     torch.manual_seed(1234)
-    model = _MAKERS[name]().to(torch.float32)
-    model.generation_config.eos_token_id = None
+    model = _MAKERS[name]()
+    if not isinstance(model, _Checkpoint):
+        model = model.to(torch.float32)
+        model.generation_config.eos_token_id = None
     draft = final.with_name(f".{final.name}.{os.getpid()}")
     model.save_pretrained(draft)
     try:

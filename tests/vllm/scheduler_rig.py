@@ -364,6 +364,8 @@ class Engine(Rig):
         self.worker: WorkerSide
         self.reported: list[KVConnectorOutput] = []
         self.reports_failed_requests = REPORTS_FAILED_REQUESTS
+        self.ends_steps = True
+        """Not so: a stage before the last of vLLM's V1 runner, where the last one has a draft."""
         super().__init__(folder, **settings)
 
     def _handshake(self, config: Any, shape: EngineShape) -> KvxferHandshake:
@@ -406,7 +408,9 @@ class Engine(Rig):
         self._compute(step)
         if not step.has_sync_kv_loads:
             worker.start_load_kv()
-        worker.wait_for_save()
+        is_ended = self.ends_steps or not step.total_num_scheduled_tokens
+        if is_ended:
+            worker.wait_for_save()
         results = worker.get_transfer_results(step.finished_req_ids)
         reported = KVConnectorOutput(
             finished_sending=results.finished_sending,
@@ -416,7 +420,8 @@ class Engine(Rig):
             failed_recving=results.failed_recving if self.reports_failed_requests else set(),
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
         )
-        worker.clear_connector_metadata()
+        if is_ended:
+            worker.clear_connector_metadata()
         self.reported.append(pickle.loads(pickle.dumps(reported)))
         return reported
 

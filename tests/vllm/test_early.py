@@ -8,9 +8,8 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,21 +27,6 @@ CHUNK = 32
 NUM_NEW = 4
 WAIT_S = 20.0
 Make = Callable[..., ComputingEngine]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[ComputingEngine] = []
-
-    def make_one(**settings: Any) -> ComputingEngine:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(ComputingEngine(folder, **settings))
-        return made[-1]
-
-    yield make_one
-    for engine in made:
-        engine.close()
 
 
 class Both:

@@ -17,6 +17,7 @@ from kvxfer.integrations.vllm.facts import (
     attention_text,
     cache_facts,
     cache_model,
+    num_own_tokens,
     rope_text,
 )
 from kvxfer.transfer.manifest import CacheFacts
@@ -163,13 +164,50 @@ def eagle(folder: Path, **fields: Any) -> SimpleNamespace:
 
 def test_the_counts_of_heads_that_layers_have(folder: Path) -> None:
     assert cache_model(engine(Model(folder))) == CacheModel(
-        dtype=torch.float32, num_kv_heads=4, head_counts=frozenset({4})
+        dtype=torch.float32, num_kv_heads=4, head_counts=frozenset({4}), num_layers=2
     )
     per_layer = SimpleNamespace(per_layer_overrides=[{}, {"total_num_kv_heads": 2}])
     unlike = Model(folder, model_arch_config=per_layer)
     assert cache_model(engine(unlike)).head_counts == frozenset({2, 4})
     draft = cache_model(engine(Model(folder), speculative_config=eagle(folder, num_kv_heads=8)))
-    assert (draft.num_kv_heads, draft.head_counts) == (8, frozenset({4, 8}))
+    assert (draft.num_kv_heads, draft.head_counts, draft.draft_counts) == (8, {4}, {8})
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_drafts"),
+    [
+        ("model.layers.1.self_attn.attn", False),
+        ("language_model.model.layers.1.self_attn.attn", False),
+        ("model.layers.2.self_attn.attn", True),  # EAGLE
+        ("model.layers.12.mtp_block.self_attn.attn", True),
+        ("model.mtp.layers.0.self_attn.attn", True),
+        ("mtp.layers.0.self_attn.attn", True),
+        ("model.eagle_layers.1.self_attn.attn", True),
+        ("draft_model.model.layers.0.self_attn.attn", True),
+        ("encoder.attn", False),
+    ],
+)
+def test_a_drafts_layers_are_known_by_name(folder: Path, layer: str, is_drafts: bool) -> None:
+    """As vLLM 0.32 names them, behind the model's two."""
+    config = engine(Model(folder), speculative_config=eagle(folder))
+    assert cache_model(config).is_draft(layer) == is_drafts
+    assert not cache_model(engine(Model(folder))).is_draft(layer)
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "window", "expected"), [(None, None, 1), (0, None, 1), (3, None, 3), (3, 64, 1)]
+)
+def test_how_much_of_a_prompt_decode_computes(
+    folder: Path, lookahead: int | None, window: int | None, expected: int
+) -> None:
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    more = {} if lookahead is None else {"num_prefill_lookahead_tokens": lookahead}
+    spec = full_spec()
+    if window is not None:
+        shape = {"block_size": 64, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+        spec = interface.SlidingWindowSpec(**shape, sliding_window=window)
+    config = engine(Model(folder), **more)
+    assert num_own_tokens(config, cache(group(spec, "a"))) == expected
 
 
 def group(spec: Any, *layers: str) -> SimpleNamespace:

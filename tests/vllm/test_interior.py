@@ -246,12 +246,6 @@ def test_what_the_spec_does_not_name(
         look_inside("layer", spec, cells_of(spec, **cells))
 
 
-def test_compressed_states_are_refused() -> None:
-    spec = spec_of(tokens_per_state=4)
-    with pytest.raises(ConfigError, match="tokens_per_state: expected one state .* got 4"):
-        look_inside("layer", spec, cells_of(spec))
-
-
 def test_blocks_with_gaps_cannot_move_whole() -> None:
     spec = spec_of()
     cells = cells_of(spec, stride_slot=TOKENS * 256 + 64)

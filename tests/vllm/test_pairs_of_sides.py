@@ -127,6 +127,25 @@ def test_an_offer_that_is_over(pair: tuple[Engine, Engine]) -> None:
     assert source.stats["offers_broken"] == {"reset": 1}
 
 
+def test_a_step_that_vllm_does_not_end_is_ended_by_the_next(pair: tuple[Engine, Engine]) -> None:
+    source, sink = pair
+    source.ends_steps = sink.ends_steps = False
+    tokens = prompt(100)
+    source.request("p", tokens, OFFERED, max_tokens=1)
+    source.run()
+    params = source.params_of("p")
+    assert params is not None
+    request = sink.request("d", tokens, params)
+
+    def is_running() -> bool:
+        if source.scheduler.has_requests():
+            source.run()
+        return request.status == Status.RUNNING
+
+    sink.run_until(is_running)
+    finish_both(source, sink)
+
+
 def test_source_is_gone(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     source = make_engine(role="kv_producer")
     sink = make_engine(role="kv_consumer", policy="fail", connect_timeout_s=0.5, peer_silent_s=0.5)

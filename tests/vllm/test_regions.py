@@ -228,7 +228,7 @@ def test_a_block_of_several_kernel_blocks(by_hand: ByHand) -> None:
     pool = torch.zeros(6 * 4 * 2 * 4 * 8)
     views = {"a": view(pool, blocks=24)}
     k, v = by_hand.locate(views, {"a": (0, spec_of())}, write=transposed).regions
-    assert (k.num_blocks, k.block_tokens, k.kernel_blocks, k.kernel_tokens) == (6, 16, 4, 4)
+    assert (k.num_blocks, k.block_tokens, k.kernel_blocks, k.kernel_cells) == (6, 16, 4, 4)
     assert (k.stride_block, k.stride_head, k.stride_channel) == (256, 128, 16)
     assert v.offset == 64
 
@@ -366,6 +366,22 @@ def test_a_stated_number_of_shards_wins() -> None:
     spec = spec_of(num_kv_heads=1, num_shards=2)
     ranks = [heads_of("a", spec, Rank(rank, 4), model_of(8, 2)) for rank in range(4)]
     assert ranks == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (1, [(0, 1), (0, 1), (1, 2), (1, 2)]),  # with more ranks than heads
+        (2, [(0, 2)] * 4),  # not parallel
+    ],
+)
+def test_heads_of_a_draft(share: int, expected: list[tuple[int, int]]) -> None:
+    """Two, where the model has eight and two on each of four ranks."""
+    model = model_of(8, draft_counts=frozenset({2}), num_layers=2)
+    ranks = [Rank(rank, 4) for rank in range(4)]
+    spec, drafts = spec_of(num_kv_heads=2), spec_of(num_kv_heads=share)
+    assert [heads_of("a.layers.2.b", drafts, rank, model) for rank in ranks] == expected
+    assert heads_of("a.layers.1.b", spec, ranks[3], model) == (6, 8)
 
 
 @pytest.mark.parametrize(

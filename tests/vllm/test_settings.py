@@ -254,17 +254,6 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
         read_settings(vllm_config(**changes))
 
 
-@pytest.mark.parametrize(("draft_tp", "is_refused"), [(2, False), (1, True)])
-def test_a_draft_is_as_parallel_as_its_model(draft_tp: int, is_refused: bool) -> None:
-    draft = SimpleNamespace(draft_parallel_config=SimpleNamespace(tensor_parallel_size=draft_tp))
-    config = vllm_config(speculative_config=draft)
-    if is_refused:
-        with pytest.raises(ConfigError, match="draft_tensor_parallel_size: expected 2.* got 1"):
-            read_settings(config)
-    else:
-        read_settings(config)
-
-
 def test_with_vllm_s_own_configs() -> None:
     pytest.importorskip("vllm")
     from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig

@@ -223,6 +223,19 @@ def test_the_ranks_of_a_part() -> None:
     assert {r.state_tokens for r in regions} == {64}
 
 
+def test_blocks_of_a_draft_without_kv_are_cleared() -> None:
+    """Those of the loaded tokens, in 2 kernel blocks each, with other heads between them."""
+    pools = [torch.full((2 * NUM_BLOCKS, 3, 8, 4), float("nan")) for _ in LAYERS]
+    views = tuple(pool[:, 1:2] for pool in pools)
+    group = ClearedGroup(1, 16, NUM_BLOCKS, views)
+    group.clear_all(((), (4, -1, 3, 2, 0)), 16, 50)
+    for pool, view in zip(pools, views, strict=True):
+        assert not view[4:8].any()
+        assert view[:4].isnan().all()
+        assert view[8:].isnan().all()
+        assert pool[:, ::2].isnan().all()
+
+
 def test_what_a_load_leaves_of_a_block_is_cleared() -> None:
     """And nothing else: 2 kernel blocks of 8 tokens are one of 16."""
     views = tuple(torch.full((2 * NUM_BLOCKS, 1, 8, 4), float("nan")) for _ in LAYERS)

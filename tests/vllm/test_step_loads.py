@@ -5,8 +5,7 @@ proven, whoever could have seen it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace as Bag
 from typing import Any
 
@@ -40,21 +39,6 @@ MODES = [("fail", False), ("fail", True), ("recompute", False), ("recompute", Tr
 CAN = [mode for mode in MODES if mode != ("recompute", True)]
 """Policies and kinds of scheduling of engines that have such loads; the other one falls back."""
 Make = Callable[..., ComputingEngine]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[ComputingEngine] = []
-
-    def make_one(**settings: Any) -> ComputingEngine:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(ComputingEngine(folder, **settings))
-        return made[-1]
-
-    yield make_one
-    for engine in made:
-        engine.close()
 
 
 class Pair:

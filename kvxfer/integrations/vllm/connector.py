@@ -23,7 +23,7 @@ from kvxfer.integrations.vllm.compat import (
     counts_no_references,
     peer_hit_source,
 )
-from kvxfer.integrations.vllm.facts import cache_facts, cache_model
+from kvxfer.integrations.vllm.facts import cache_facts, cache_model, num_own_tokens
 from kvxfer.integrations.vllm.plugin import register, show_logs
 from kvxfer.integrations.vllm.regions import locate
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
@@ -56,6 +56,7 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
                 can_pin=counts_no_references(vllm_config),
                 no_step_loads=why_never(vllm_config, len(kv_cache_config.kv_cache_groups)),
                 no_early=why_not_heard(),
+                num_own_tokens=num_own_tokens(vllm_config, kv_cache_config),
             )
         else:
             self._worker = _make_worker(settings, vllm_config, kv_cache_config)

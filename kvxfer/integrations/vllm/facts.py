@@ -127,6 +127,8 @@ _PATTERN_FIELDS = (
 """Where a config without ``layer_types`` says which layers have windows."""
 _ROPE_FIELDS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
 _DRAFTS_WITH_KV = frozenset({"draft_model", "extract_hidden_states"})
+_DRAFT_NAME = re.compile(r"(^|\.)(draft_model|mtp|eagle_layers)\.")
+_LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +136,10 @@ class CacheModel:
     """What the place of a layer's cache depends on, besides its view and its spec.
 
     Attributes:
-        num_kv_heads: of the model, the most of any layer.
-        head_counts: every number of KV heads that a layer of the model or its draft has.
+        num_kv_heads: the most that a layer of the model or its draft has.
+        head_counts: every number of KV heads that a layer of the model has.
+        draft_counts: the same of its draft; empty without one that keeps KV.
+        num_layers: of the model, in all pipeline stages.
         cache_dtype: vLLM's name for what the cache keeps of K and V; "auto" keeps them as they are.
         num_state_groups: of B and C of Mamba2's layers, where the model's config says so.
         layers: vLLM's modules of attention by the layer's name, those of this rank; empty where
@@ -145,10 +149,18 @@ class CacheModel:
     dtype: torch.dtype
     num_kv_heads: int
     head_counts: frozenset[int]
+    draft_counts: frozenset[int] = frozenset()
+    num_layers: int = 0
     cache_dtype: str = "auto"
     num_state_groups: int | None = None
     is_context_parallel: bool = False
     layers: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def is_draft(self, layer: str) -> bool:
+        """vLLM numbers a draft's layers behind the model's, or gives them a prefix."""
+        number = _LAYER_NUMBER.search(layer)
+        is_behind = number is not None and int(number[1]) >= self.num_layers
+        return bool(self.draft_counts) and (is_behind or bool(_DRAFT_NAME.search(layer)))
 
 
 def cache_model(vllm_config: Any) -> CacheModel:
@@ -156,18 +168,18 @@ def cache_model(vllm_config: Any) -> CacheModel:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     compilation = getattr(vllm_config, "compilation_config", None)
-    counts = _head_counts(model)
-    draft = _draft(vllm_config)
-    if draft is not None:
-        counts |= _head_counts(draft.draft_model_config)
+    counts, draft = _head_counts(model), _draft(vllm_config)
+    draft_counts = _head_counts(draft.draft_model_config) if draft else frozenset()
     sizes = [
         getattr(parallel, name, 1)
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
     ]
     return CacheModel(
         dtype=model.dtype,
-        num_kv_heads=max(counts),
+        num_kv_heads=max(counts | draft_counts),
         head_counts=counts,
+        draft_counts=draft_counts,
+        num_layers=model.get_total_num_hidden_layers(),
         cache_dtype=vllm_config.cache_config.cache_dtype,
         num_state_groups=_num_state_groups(model.hf_text_config),
         is_context_parallel=max(sizes) > 1,
@@ -201,6 +213,18 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
         pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
         attention=attention_text(text_config),
     )
+
+
+def num_own_tokens(vllm_config: Any, kv_cache_config: Any) -> int:
+    """How many tokens at the end of a prompt decode computes itself. A draft's KV of a token is
+    made with the next one, and of a later module with one more for each module before it: what
+    prefill has where those lie behind the prompt was made with guesses. A window leaves no room
+    for more than one.
+    """
+    specs = (spec for _, spec in layer_specs(kv_cache_config).values())
+    if any(isinstance(spec, StateSpec) or spec.window for spec in specs):
+        return 1
+    return max(1, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1)))
 
 
 def _dtype_text(spec: LayerSpec | StateSpec) -> str:
@@ -320,7 +344,7 @@ def _quantisation(vllm_config: Any, modes: set[str]) -> str:
             "calculate_kv_scales=False"
         )
     parts = sorted(modes)
-    if any(mode.startswith("fp8") for mode in modes):
+    if any(mode.startswith("fp8_per_") for mode in modes):  # the others are named by their type
         parts.append(_fp8_type(cache.cache_dtype))
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
     if skipped:

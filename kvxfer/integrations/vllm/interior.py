@@ -16,6 +16,10 @@ alike for N of 32, 64, 96 and 128 and D of 32, 64, 80 and 128::
     bfloat16 on a machine with AMX       K [N/16][D/2][16][2], V [D/16][N/2][16][2]     opaque
     a latent, any of them                [N][D]                                         one plane
 
+Latents that are packed with their scales have a page of rows: first those of all values, then those
+of all scales, or rows that hold both (``_PACKED``). There the writer is asked, where it can be,
+which bytes it writes for each token, and not for values, which it quantises.
+
 A plane is named where the bytes of (token, channel) lie at constant strides. Anything else moves
 whole, and its plane bears a fingerprint of the interior, so that unlike interiors have no plane in
 common and are refused.
@@ -42,6 +46,18 @@ cache as the platform does; a latent's has D elements in K and none in V."""
 FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
 """vLLM's mode in which each cell is [K | its scale | V | its scale], scales of float32."""
 SCALE_SUFFIX = "_scale"
+SCALES = "latent_scales"
+_PACKED = {
+    ("fp8_ds_mla", 656): (656,),  # DeepSeek V3.2: 512 fp8, 4 scales of float32, 64 bfloat16
+    ("nvfp4_ds_mla", 352): (352,),  # 512 fp4, 64 fp8, 32 scales of fp8
+    ("fp8_ds_mla", 584): (576, 8),  # V4: 448 fp8 and 64 bfloat16; 7 scales and a byte
+    ("fp8_ds_mla", 528): (512, 16),  # V4.1: 512 fp8; 16 scales
+    ("none", 132): (128, 4),  # the indexer's key: 128 fp8; a scale of float32
+    ("none", 68): (64, 4),  # the same: 128 fp4; 4 scales
+}
+"""By type and bytes of a cell: bytes of a row of values, and of one of scales if these lie apart
+(vLLM 0.32, ``flashmla_sparse.py``, ``fused_compress_quant_cache.py``).
+"""
 _BASE = 8
 """Codes are 1 to 8, which every floating type holds exactly, also those of one byte."""
 _BLOCK = 1  # of three: what is written before or behind it shows
@@ -122,16 +138,25 @@ class Trace:
     is_of_view: bool = False
 
 
-def look_inside(layer: str, spec: LayerSpec, cells: Cells, *, trace: Trace | None = None) -> Inside:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where a writer put each token's bytes: ``written[token, byte of the block]``."""
+
+    written: Tensor
+
+
+def look_inside(
+    layer: str, spec: LayerSpec, cells: Cells, *, trace: Trace | Rows | None = None
+) -> Inside:
     """The interior of a layer's kernel blocks. ``trace``: of the platform's writer for these cells;
     None where the spec says it all. Raises ConfigError for an interior that can neither be named
     nor be told from others.
     """
-    if spec.tokens_per_state != 1:
-        raise ConfigError(
-            f"{layer}: tokens_per_state: expected one state for each token, got "
-            f"{spec.tokens_per_state}; serve this model without disaggregation"
-        )
+    if rows := packed_planes(spec, cells):
+        if not isinstance(trace, Rows) or _holds(rows, trace):
+            return Named(rows)
+        return _whole(layer, spec, cells, _digest(trace.written))
+    assert not isinstance(trace, Rows)
     if scaled := _scaled_planes(spec, cells):
         return Named(scaled)
     if problem := _unnamed(spec, cells):
@@ -153,6 +178,52 @@ def look_inside(layer: str, spec: LayerSpec, cells: Cells, *, trace: Trace | Non
         )
     planes = _traced_planes(spec, trace)
     return Named(planes) if planes else _whole(layer, spec, cells, _digest(trace.at))
+
+
+def packed_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:
+    """Of latents that are packed with their scales; none of others."""
+    parts = _PACKED.get((spec.quantisation, cells.cell_nbytes), ())
+    is_row = cells.num_slots == 1 and cells.stride_token == cells.cell_nbytes
+    if not spec.is_latent or spec.dtype != torch.uint8 or not is_row:
+        return ()
+    planes, offset = [], 0
+    for name, nbytes in zip(("latent", SCALES), parts, strict=False):
+        planes.append(Plane(plane=name, offset=offset, inner_nbytes=nbytes, stride_token=nbytes))
+        offset += cells.num_tokens * nbytes
+    return tuple(planes)
+
+
+def trace_rows(write: Callable[[Tensor, Tensor], None], pool: Tensor) -> Rows:
+    """Which bytes ``write`` changes of a block for each of its tokens, whatever it puts there.
+
+    Args:
+        write: (cache, slots ``[1]``) writes one token.
+        pool: three scratch blocks of bytes ``[3, N, C]``.
+
+    Raises:
+        ConfigError: a token that is written beyond its block.
+    """
+    num_tokens = pool.shape[1]
+    written = torch.zeros(num_tokens, pool[0].numel(), dtype=torch.bool)
+    for token in range(num_tokens):
+        slots = torch.tensor([_BLOCK * num_tokens + token], device=pool.device)
+        for fill in (0, 255):  # a byte that is written differs from one of them
+            write(pool.fill_(fill), slots)
+            changed = (pool != fill).flatten(1).cpu()
+            if bool(changed[0].any()) or bool(changed[2].any()):
+                raise _beyond_its_block()
+            written[token] |= changed[_BLOCK]
+    return Rows(written)
+
+
+def _holds(planes: tuple[Plane, ...], rows: Rows) -> bool:
+    """Does each token's place in the planes hold all that was written for it, and something was?"""
+    left = rows.written.clone()
+    for token in range(len(left)):
+        for plane in planes:
+            first = plane.offset + token * plane.stride_token
+            left[token, first : first + plane.inner_nbytes] = False
+    return not bool(left.any()) and bool(rows.written.any(dim=1).all())
 
 
 def trace_writes(
@@ -223,11 +294,15 @@ def _written(write: Write, pool: Tensor, codes: Tensor, dtype: torch.dtype) -> T
     slots = torch.arange(num_tokens, dtype=torch.int64, device=pool.device) + _BLOCK * num_tokens
     write(tokens[0], tokens[-1], pool, slots)
     if bool(raw[0].any()) or bool(raw[2].any()):
-        raise ConfigError(
-            "interior: expected the platform to write tokens into their own block only, got others "
-            "changed; this platform's cache cannot be read"
-        )
+        raise _beyond_its_block()
     return raw[_BLOCK].flatten().cpu().to(torch.int64)
+
+
+def _beyond_its_block() -> ConfigError:
+    return ConfigError(
+        "interior: expected the platform to write tokens into their own block only, got others "
+        "changed; this platform's cache cannot be read"
+    )
 
 
 def _traced_planes(spec: LayerSpec, trace: Trace) -> tuple[Plane, ...] | None:
@@ -335,6 +410,11 @@ def _unnamed(spec: LayerSpec, cells: Cells) -> str | None:
 
 
 def _whole(layer: str, spec: LayerSpec, cells: Cells, interior: str) -> Opaque:
+    if spec.cell_tokens > 1:
+        raise ConfigError(
+            f"{layer}: interior: expected states of {spec.cell_tokens} tokens at constant strides, "
+            "got others; choose another attention backend or KV cache type"
+        )
     if cells.order is None:
         raise ConfigError(
             f"{layer}: expected blocks without gaps, which can move whole, got strides of "

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.interior import Trace, Write, trace_writes
+from kvxfer.integrations.vllm.interior import Rows, Trace, Write, trace_rows, trace_writes
 from kvxfer.integrations.vllm.specs import LayerSpec
 
 
@@ -136,6 +136,48 @@ def trace_layer(
             *(layer, type(exc).__name__, exc),
         )
         return None
+
+
+@functools.cache
+def trace_packed(
+    quantisation: str, num_tokens: int, cell_nbytes: int, device: torch.device
+) -> Rows | None:
+    """Where vLLM's operator puts each token of a block of packed latents; None of those that only
+    a model's own kernel writes.
+    """
+    write = _packed_writer(quantisation, cell_nbytes, device)
+    if write is None or device.type == "cpu":
+        return None
+    pool = torch.empty(3, num_tokens, cell_nbytes, dtype=torch.uint8, device=device)
+    try:
+        return trace_rows(write, pool)
+    except (ImportError, AttributeError, TypeError, NotImplementedError, RuntimeError) as exc:
+        _log.warning(
+            "%s of %d bytes: the interior of its blocks is taken from the KV cache spec: its "
+            "operator could not be asked (%s: %s)",
+            *(quantisation, cell_nbytes, type(exc).__name__, exc),
+        )
+        return None
+
+
+def _packed_writer(
+    quantisation: str, cell_nbytes: int, device: torch.device
+) -> Callable[[Tensor, Tensor], None] | None:
+    from vllm import _custom_ops as ops
+
+    def ones(num: int) -> Tensor:
+        return torch.ones(1, num, dtype=torch.bfloat16, device=device)
+
+    if (quantisation, cell_nbytes) == ("none", 132):
+        return lambda cache, slots: ops.indexer_k_quant_and_cache(
+            ones(128), cache, slots, 128, "ue8m0"
+        )
+    if quantisation.endswith("_ds_mla") and cell_nbytes in (656, 352):
+        scale = torch.ones(1, device=device)
+        return lambda cache, slots: ops.concat_and_cache_mla(
+            ones(512), ones(64), cache, slots, quantisation, scale
+        )
+    return None
 
 
 def _writer(layer: str, modules: Mapping[str, Any]) -> Write | None:

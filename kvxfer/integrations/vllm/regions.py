@@ -24,10 +24,12 @@ from kvxfer.integrations.vllm.interior import (
     Cells,
     Named,
     Opaque,
+    Rows,
     Trace,
     look_inside,
+    packed_planes,
 )
-from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer
+from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer, trace_packed
 from kvxfer.integrations.vllm.specs import LayerSpec, StateSpec, layer_specs
 from kvxfer.integrations.vllm.states import Rank, regions_of_state
 from kvxfer.tensors.shared_memory import plain_info
@@ -45,13 +47,15 @@ class Located:
     regions: tuple[Region, ...]
     memory: LocalMemory
     cleared: tuple[ClearedGroup, ...] = ()
+    drafts: tuple[ClearedGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ClearedGroup:
-    """Attention layers beside layers that keep a state. A block may have been a state's before, and
-    as KV those bytes may be no numbers: an attention that multiplies them by 0 gives none either.
-    vLLM clears the blocks that it gives out, but not those of a load.
+    """Attention layers beside layers that keep a state, of a draft, or in groups of several types.
+    A block may have been another group's before, and as KV those bytes may be no numbers: an
+    attention that multiplies them by 0 gives none either. vLLM clears the blocks that it gives out,
+    but not those of a load.
     """
 
     group: int
@@ -67,6 +71,15 @@ class ClearedGroup:
             for view in self.views:
                 kernel_blocks = view.shape[0] // self.num_blocks
                 view[ids[position] * kernel_blocks : (ids[position] + 1) * kernel_blocks].zero_()
+
+    def clear_all(self, block_ids: Sequence[Sequence[int]], token_lo: int, token_hi: int) -> None:
+        """Every block with one of these tokens, in one launch for each layer."""
+        first, end = token_lo // self.block_tokens, -(-token_hi // self.block_tokens)
+        ids = torch.tensor([i for i in block_ids[self.group][first:end] if i >= 0])
+        for view in self.views:
+            raw = view.view(torch.uint8)
+            blocks = raw.view(self.num_blocks, -1, *raw.shape[1:])
+            blocks.index_fill_(0, ids.to(view.device), 0)
 
 
 def locate(
@@ -100,20 +113,32 @@ def locate(
     )
     for region in regions:
         _check(region, memory)
-    return Located(regions, memory.local, _cleared(views, num_blocks))
+    drafts = [view for view in views if model.is_draft(view.layer)]
+    return Located(
+        regions,
+        memory.local,
+        cleared=_cleared(views, num_blocks) if _are_mixed(views) else (),
+        drafts=_cleared(drafts, num_blocks),
+    )
+
+
+def _are_mixed(views: Sequence[_View]) -> bool:
+    """Can a block have been something else than one type of KV?"""
+    kinds, groups = set[object](), set[object]()
+    for view in views:
+        if isinstance(view.spec, StateSpec):
+            return True
+        kinds.add((view.spec.dtype, view.spec.quantisation))
+        groups.add((view.group, view.spec.block_tokens))
+    return len(kinds) > 1 and len(groups) > 1
 
 
 def _cleared(views: Iterable[_View], num_blocks: int) -> tuple[ClearedGroup, ...]:
     found: dict[tuple[int, int], list[Tensor]] = {}
-    has_states = False
     for view in views:
-        if isinstance(view.spec, StateSpec):
-            has_states = True
-        else:
+        if isinstance(view.spec, LayerSpec):
             found.setdefault((view.group, view.spec.block_tokens), []).append(view.tensor)
-    return tuple(
-        ClearedGroup(*of, num_blocks, tuple(tensors)) for of, tensors in found.items() if has_states
-    )
+    return tuple(ClearedGroup(*of, num_blocks, tuple(tensors)) for of, tensors in found.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +246,8 @@ def _regions(
         stride_token=cells.stride_token,
         kernel_blocks=kernel_blocks,
         window=spec.window,
+        is_draft=model.is_draft(layer) or msgspec.UNSET,
+        cell_tokens=spec.cell_tokens if spec.cell_tokens > 1 else msgspec.UNSET,
     )
     match inside:
         case Opaque(fingerprint):
@@ -244,6 +271,8 @@ def _elements(
     """
     if plane.endswith(SCALE_SUFFIX):
         return Elements("float32")
+    if spec.quantisation.endswith("_ds_mla"):
+        return Elements(spec.quantisation)
     dtype = element_type(spec.dtype, spec.quantisation, model.cache_dtype)
     if spec.quantisation == "none":
         return Elements(dtype)
@@ -260,8 +289,11 @@ def _elements(
     return Elements(dtype, scales)
 
 
-def _trace(view: _View, spec: LayerSpec, cells: Cells, model: CacheModel) -> Trace | None:
+def _trace(view: _View, spec: LayerSpec, cells: Cells, model: CacheModel) -> Trace | Rows | None:
     """What the writer of the platform says of these cells; None where it cannot be asked."""
+    if packed_planes(spec, cells):
+        kind = (spec.quantisation, cells.num_tokens, cells.cell_nbytes)
+        return trace_packed(*kind, view.tensor.device)
     if view.tensor.device.type != "cpu":
         return trace_layer(view.layer, spec, view.tensor, model.layers, dtype=model.dtype)
     return trace_cpu(
@@ -302,7 +334,10 @@ def _cells(layer: str, tensor: Tensor, spec: LayerSpec, num_blocks: int) -> tupl
             f"shape {shape}; use a version of vLLM from 0.26 to 0.33"
         )
     kernel_blocks = shape[0] // num_blocks
-    if kernel_blocks * shape[2] != spec.block_tokens or tensor.dtype != spec.dtype:
+    if (kernel_blocks * shape[2] * spec.cell_tokens, tensor.dtype) != (
+        spec.block_tokens,
+        spec.dtype,
+    ):
         raise ConfigError(
             f"{layer}: expected {kernel_blocks} kernel blocks to hold {spec.block_tokens} tokens "
             f"of {spec.dtype}, got {shape[2]} tokens each, of {tensor.dtype}; serve this model "
@@ -328,20 +363,24 @@ def heads_of(layer: str, spec: LayerSpec, rank: Rank, model: CacheModel) -> tupl
     """The layer's KV heads ``[lo, hi)`` that this rank holds, of all that it has.
 
     vLLM gives each rank an equal share, or one head to several ranks in a row where there are more
-    ranks than heads. The spec says the share; the total is what makes it. Raises ConfigError for a
-    single head on each of several ranks, of a layer of unknown total.
+    ranks than heads; a draft that is not parallel has all heads on each. The spec says the share;
+    the total is what makes it. Raises ConfigError for a single head on each of several ranks, of a
+    layer of unknown total.
     """
     if spec.is_latent:
         return 0, 1
-    share = spec.num_kv_heads
+    share, is_draft = spec.num_kv_heads, model.is_draft(layer)
+    head_counts = model.draft_counts if is_draft else model.head_counts
+    if is_draft and head_counts == {share}:
+        return 0, share
     if spec.num_shards is not None:
         total = share * min(spec.num_shards, rank.tp_size)
     elif share > 1 or rank.tp_size == 1:
         total = share * rank.tp_size
-    elif len(model.head_counts) == 1:
-        (total,) = model.head_counts
+    elif len(head_counts) == 1:
+        (total,) = head_counts
     else:
-        counts = " or ".join(map(str, sorted(model.head_counts)))
+        counts = " or ".join(map(str, sorted(head_counts)))
         raise ConfigError(
             f"{layer}: KV heads: expected one number of them in all layers when {rank.tp_size} "
             f"ranks hold one each, got {counts}; choose a smaller tensor parallel size"

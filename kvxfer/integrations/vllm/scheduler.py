@@ -84,6 +84,7 @@ class SchedulerSide:
         can_pin: one more reference to a block means nothing else to this vLLM.
         no_step_loads: why no load can be part of a step; None if some can.
         no_early: why no offer can be looked for; None if it can.
+        num_own_tokens: at the end of a prompt, which this engine computes itself.
         now: seconds of a clock that never goes back.
 
     Raises:
@@ -98,6 +99,7 @@ class SchedulerSide:
         can_pin: bool = True,
         no_step_loads: str | None = None,
         no_early: str | None = None,
+        num_own_tokens: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_groups > 1 and not REPORTS_FAILED_REQUESTS:
@@ -117,6 +119,7 @@ class SchedulerSide:
         self._pins: Pins | None = None
         self._edges: Pins | None = None
         self._no_step_loads, self._no_early = no_step_loads, no_early
+        self._num_own_tokens = num_own_tokens
         self._unproven: UnprovenKV | None = None
         self._held: dict[str, _KeptRequest] = {}
         self._num_pinned = 0
@@ -150,6 +153,7 @@ class SchedulerSide:
                 settings.engine(incarnation, facts),
                 can_send=settings.can_send,
                 can_receive=settings.can_receive,
+                num_own_tokens=self._num_own_tokens,
             )
         self._core.set_xfer_handshake_metadata_pp_aware(
             {key: said.manifest for key, said in known.items()}

@@ -121,7 +121,7 @@ def read_settings(vllm_config: Any) -> Settings:
     change.
     """
     transfer = _transfer_config(vllm_config)
-    for refuse in (_refuse_model, _refuse_parallel, _refuse_draft):
+    for refuse in (_refuse_model, _refuse_parallel):
         refuse(vllm_config)
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     plugin, extra = _split(_extra_config(transfer))
@@ -210,20 +210,6 @@ def _refuse_parallel(vllm_config: Any) -> None:
                 f"{field}: expected 1, got {size}; which tokens a rank then holds cannot be "
                 f"described yet, so set {field} to 1 on both sides"
             )
-
-
-def _refuse_draft(vllm_config: Any) -> None:
-    draft = getattr(vllm_config, "speculative_config", None)
-    draft_parallel = getattr(draft, "draft_parallel_config", None)
-    if draft_parallel is None:
-        return
-    got = draft_parallel.tensor_parallel_size
-    expected = vllm_config.parallel_config.tensor_parallel_size
-    if got != expected:
-        raise ConfigError(
-            f"draft_tensor_parallel_size: expected {expected}, as the model has it, got {got}; "
-            "the draft's KV moves with the model's, so give both the same size"
-        )
 
 
 def _replica(parallel: Any) -> int:

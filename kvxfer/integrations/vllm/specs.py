@@ -36,10 +36,11 @@ class LayerSpec:
         is_latent: one latent for all heads (MLA), replicated on all ranks.
         window: tokens that the group keeps; None all. A layer that only *looks* at a window, while
             its blocks are kept (the hybrid cache manager is off), has None.
-        quantisation: vLLM's mode by name, in small letters; "none".
+        quantisation: vLLM's mode by name, in small letters; "none". Of latents that are packed with
+            their scales the name of the type, as "fp8_ds_mla".
         num_head_slots: slots of a block if they are not the heads; None: one for each head.
         cell_nbytes: bytes of a cell if they are packed in a backend's own way; None: K and V dense.
-        tokens_per_state: tokens that share one cell; 1 unless the cache is compressed.
+        cell_tokens: tokens that share one cell; 1 unless the cache is compressed.
         num_shards: how many ranks hold different heads, the others repeat them; None: not known.
     """
 
@@ -53,7 +54,7 @@ class LayerSpec:
     quantisation: str = "none"
     num_head_slots: int | None = None
     cell_nbytes: int | None = None
-    tokens_per_state: Any = 1
+    cell_tokens: int = 1
     is_context_sharded: bool = False
     num_shards: int | None = None
 
@@ -113,15 +114,15 @@ def _read(layer: str, spec: Any) -> LayerSpec | StateSpec:
     kind = type(spec)
     window_latent = getattr(interface, "SlidingWindowMLASpec", None)
     if kind is interface.FullAttentionSpec:
-        return _record(spec)
+        return _record(layer, spec)
     if kind is interface.MLAAttentionSpec:
-        return _record(spec, is_latent=True)
+        return _record(layer, spec, is_latent=True)
     if kind is interface.MambaSpec:
         return _state(layer, spec)
     if kind is interface.SlidingWindowSpec:
-        return _record(spec, window=_kept_tokens(spec))
+        return _record(layer, spec, window=_kept_tokens(spec))
     if kind is window_latent and not getattr(spec, "bounded_replay", False):
-        return _record(spec, is_latent=True, window=_kept_tokens(spec))
+        return _record(layer, spec, is_latent=True, window=_kept_tokens(spec))
     raise cannot_move(layer, kind.__name__)
 
 
@@ -154,9 +155,10 @@ def _kept_tokens(spec: Any) -> int:
     return int(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
 
 
-def _record(spec: Any, *, is_latent: bool = False, window: int | None = None) -> LayerSpec:
+def _record(
+    layer: str, spec: Any, *, is_latent: bool = False, window: int | None = None
+) -> LayerSpec:
     head_size_v = 0 if is_latent else getattr(spec, "head_size_v", None)
-    mode = getattr(spec, "kv_quant_mode", None)
     return LayerSpec(
         block_tokens=spec.block_size,
         num_kv_heads=spec.num_kv_heads,
@@ -165,10 +167,29 @@ def _record(spec: Any, *, is_latent: bool = False, window: int | None = None) ->
         dtype=spec.dtype,
         is_latent=is_latent,
         window=window,
-        quantisation="none" if mode is None else mode.name.lower(),
+        quantisation=_quantisation(spec),
         num_head_slots=getattr(spec, "num_head_slots", None),
         cell_nbytes=getattr(spec, "state_content_bytes", None),
-        tokens_per_state=getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1)),
+        cell_tokens=_cell_tokens(layer, spec),
         is_context_sharded=getattr(spec, "dcp_sharded", True),
         num_shards=getattr(spec, "max_tp_shards", None),
     )
+
+
+def _quantisation(spec: Any) -> str:
+    # Of 0.26 to 0.33 the type's name alone tells packed latents from those with a scale for all.
+    cache_dtype = getattr(spec, "cache_dtype_str", None) or ""
+    if cache_dtype.endswith("_ds_mla"):
+        return cache_dtype
+    mode = getattr(spec, "kv_quant_mode", None)
+    return "none" if mode is None else mode.name.lower()
+
+
+def _cell_tokens(layer: str, spec: Any) -> int:
+    found = getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1))
+    if found < 1 or spec.block_size % found:
+        raise ConfigError(
+            f"{layer}: block_size: expected a multiple of the {found} tokens that share a state, "
+            f"got {spec.block_size}; choose another block size"
+        )
+    return int(found)

@@ -15,8 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as VllmStats
 
 from kvxfer.connector import metrics
-from kvxfer.connector.exporter import Exporter
-from kvxfer.connector.metrics import PHASES, TOTAL, Kind, Tables, quantile, times_of
+from kvxfer.connector.metrics import PHASES, TOTAL, Exporter, Kind, Tables, quantile, times_of
 from kvxfer.connector.records import KVConnectorStats
 
 PREFIX = "vllm:kvxfer_"

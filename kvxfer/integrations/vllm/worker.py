@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,7 @@ class WorkerSide:
         self._locate = locate
         self._core: WorkerConnector | None = None
         self._cleared: tuple[ClearedGroup, ...] = ()
+        self._drafts: tuple[ClearedGroup, ...] = ()
         self._is_idle_step = False
         self._has_orders = False
         self._wants_answer = False
@@ -81,7 +83,7 @@ class WorkerSide:
             device=located.memory.device,
         )
         core.register_kv_caches(located.regions, located.memory)
-        self._core, self._cleared = core, located.cleared
+        self._core, self._cleared, self._drafts = core, located.cleared, located.drafts
 
     def get_handshake_metadata(self) -> KvxferHandshake:
         """What the scheduler side needs to know of this rank."""
@@ -97,6 +99,11 @@ class WorkerSide:
 
     def bind_connector_metadata(self, metadata: KvxferMetadata) -> None:
         """Take this step's orders. Without any, the calls for them have nothing to do."""
+        if self._has_orders:
+            # With a draft vLLM's V1 runner ends a step behind it, so it never ends one of a
+            # pipeline stage before the last.
+            self.wait_for_save()
+            self.clear_connector_metadata()
         self._is_idle_step = metadata.is_idle
         self._wants_answer = metadata.wants_answer
         self._has_orders = metadata.orders != NO_ORDERS
@@ -135,6 +142,8 @@ class WorkerSide:
             self._wait(core)
         sent, received, failed = core.get_transfer_results(finished_req_ids)
         loads = self._in_flight.end(received) if received else []
+        if loads and self._drafts:
+            self._clear_drafts(loads, core.get_loads_with_empty_draft())
         # vLLM knows no end of a load that is part of a step, only blocks of it that are no good.
         in_step = {load.request_id for load in loads if load.in_step}
         self._said = KvxferWorkerMetadata(
@@ -153,6 +162,13 @@ class WorkerSide:
             finished_recving=(received or set()) - in_step,
             failed_recving=failed.keys() - in_step,
         )
+
+    def _clear_drafts(self, loads: Iterable[NewLoad], request_ids: AbstractSet[str]) -> None:
+        """Before their requests run: on this thread, and on a GPU on the engine's stream."""
+        for load in loads:
+            if load.request_id in request_ids:
+                for group in self._drafts:
+                    group.clear_all(load.block_ids, load.token_lo, load.token_hi)
 
     def _wait(self, core: WorkerConnector) -> None:
         now_s = time.monotonic()
