@@ -70,6 +70,7 @@ def test_dependencies_and_extras() -> None:
         "dev": {
             *("allpairspy", "pytest", "hypothesis", "transformers", "mypy", "ruff", "triton"),
             *("aiohttp", "prometheus-client", "cbor2", "xxhash", "opentelemetry-sdk", "pyyaml"),
+            "pytest-xdist",
         },
     }
     assert project["scripts"] == {"kvxfer": "kvxfer.cli.app:main"}

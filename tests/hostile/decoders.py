@@ -742,7 +742,7 @@ NO_INPUT: Mapping[str, str] = {
     "cli/prompts.py:text_decoder": "tokens of this process",
     "cli/terminal.py:_print_lines": "lines of its own child",
     "connector/access.py:protection": "settings have been parsed",
-    "tensors/kv_digest.py:region_keys": "a hash that it has made itself",
+    "tensors/kv_digest.py:_hashes": "a hash that it has made itself",
     "tensors/kv_digest.py:seed_of": "a hash that it has made itself",
     "transports/external.py:_loaded": "code that an installed package names",
     "transports/key_folder.py:_write": "keys of this process",
