@@ -138,7 +138,9 @@ def judge(name: str, num_prompt_tokens: int, answers: Answers) -> Result:
     difference = None
     if answers.single is not None:
         difference = _first_difference(answers.tokens, answers.single)
-        if difference is None and answers.prefill_tokens:
+        # With states prefill leaves the last prompt token out, and what it answers means nothing.
+        is_whole = prefill is None or prefill.num_prompt_tokens == num_prompt_tokens
+        if difference is None and answers.prefill_tokens and is_whole:
             difference = _first_difference(answers.prefill_tokens, answers.single[:1])
     loads = decode.loads if decode else ()
     return Result(

@@ -323,7 +323,8 @@ def _kind(window: int | None) -> str:
 
 _T = TypeVar("_T")
 _MODEL_TYPES = ("llama", "mistral", "ministral")
-FULL, SLIDING = "full_attention", "sliding_attention"  # as in layer_types
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""As in ``layer_types``."""
 
 
 class _HfConfig(msgspec.Struct, frozen=True):

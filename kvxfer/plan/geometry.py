@@ -40,7 +40,9 @@ _INDEXER = ".indexer"
 _FP8 = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "fp8_e5m2"}
 _ALL_IN_WINDOWS = ("mistral", "mixtral", "ministral", "starcoder2")
 """Models whose layers all have the window of a config that does not say which."""
-_SPECS = {"chunked_attention": "ChunkedLocalAttentionSpec", "linear_attention": "MambaSpec"}
+_SPECS = {"linear_attention": "MambaSpec"}
+_CHUNK = "chunk"
+"""In front of the tokens of a window that is a chunk."""
 _OTHER_CACHES = (
     *("num_key_value_heads_per_layer", "num_global_key_value_heads", "compress_ratios"),
     *("index_topk_freq", "index_topk_pattern"),  # not every layer has an indexer
@@ -60,11 +62,11 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: the model, and from ``tp`` on how it is served.
 
-    ``windows``: those of the layers in turn, as in "1024/1024/full". ``shared_layers``: the last so
-    many read the KV of earlier ones. ``engine``: whose order of bytes and whose prefix cache.
-    ``kernel_block``: tokens of an attention backend's block in vLLM; 0: a block's. ``hybrid``:
-    layers with windows have groups of their own. ``indexer``: elements of a sparse indexer's key
-    beside each latent; 0: none.
+    ``windows``: those of the layers in turn, as in "1024/1024/full" or "chunk8192/full".
+    ``shared_layers``: the last so many read the KV of earlier ones. ``engine``: whose order of
+    bytes and whose prefix cache. ``kernel_block``: tokens of an attention backend's block in vLLM;
+    0: a block's. ``hybrid``: layers with windows have groups of their own. ``indexer``: elements of
+    a sparse indexer's key beside each latent; 0: none.
     """
 
     layers: _Size
@@ -196,6 +198,9 @@ def _from_file(option: str, file: Path, given: Mapping[str, str]) -> dict[str, A
 
 def _windows(option: str, file: Path, hf: Mapping[str, Any]) -> str:
     window, kinds = hf.get("sliding_window"), hf.get("layer_types")
+    word = {models.FULL: "full", models.SLIDING: f"{window}"}
+    if chunk := hf.get("attention_chunk_size"):
+        word[models.CHUNKED] = f"{_CHUNK}{chunk}"
     if kinds is None:
         if not window or hf.get("use_sliding_window") is False:
             return "full"
@@ -208,10 +213,10 @@ def _windows(option: str, file: Path, hf: Mapping[str, Any]) -> str:
             )
         kinds = [models.SLIDING] * (min(every, 1 << 20) - 1) + [models.FULL]
     for number, kind in enumerate(kinds):
-        if kind not in (models.FULL, models.SLIDING):
+        if kind not in word:
             refused = cannot_move(f"{option}: layer {number}", _SPECS.get(kind, kind))
             raise IncompatiblePeer(str(refused))
-    return "/".join("full" if kind == models.FULL else str(window) for kind in kinds)
+    return "/".join(word[kind] for kind in kinds)
 
 
 # ------------------------------------------------------------------ the manifest
@@ -304,12 +309,14 @@ def _model(geometry: Geometry) -> models.ModelConfig:
             f"mla={str(geometry.mla).lower()} and head_dim={geometry.head_dim}"
         )
     pattern = geometry.windows.split("/")
-    if not all(each == "full" or (each.isdecimal() and int(each)) for each in pattern):
+    kept = [each.removeprefix(_CHUNK) for each in pattern if each != "full"]
+    num_chunks = sum(each.startswith(_CHUNK) for each in pattern)
+    if num_chunks not in (0, len(kept)) or not all(t.isdecimal() and int(t) for t in kept):
         raise ConfigError(
-            f"windows: expected tokens or full, or several in turn, as in 1024/full, got "
-            f"{geometry.windows!r}"
+            f"windows: expected tokens or full, or several in turn, as in 1024/full or "
+            f"chunk8192/full, got {geometry.windows!r}"
         )
-    windows = [None if each == "full" else int(each) for each in pattern]
+    windows = [None if each == "full" else int(each.removeprefix(_CHUNK)) for each in pattern]
     return replace(
         models.DEFAULT_MODEL,
         num_layers=geometry.layers,
@@ -318,6 +325,7 @@ def _model(geometry: Geometry) -> models.ModelConfig:
         intermediate_size=geometry.tp,
         windows=tuple(islice(cycle(windows), geometry.layers)),
         num_kv_shared_layers=geometry.shared_layers,
+        has_chunks=num_chunks > 0,
     )
 
 
@@ -344,6 +352,7 @@ def _stage_regions(
             dtype=geometry.cache_dtype,
             sliding_window=layer.window,
             use_mla=geometry.mla,
+            attention_chunk_size=layer.chunk,
         )
         for layer in layers
         if layer.target is None

@@ -190,9 +190,9 @@ class AttentionLayer(Protocol):
 
     ``sliding_window``: tokens that a token sees, itself among them, None for all; a layer may have
     an ``attention_chunk_size`` instead. ``kv_sharing_target_layer_name``: the layer whose cache
-    this one reads instead of having its own. Latent attention may lack all, which is as None. ``kv_cache``: the layer's view, set by
-    ``bind_kv_cache``. A layer may also have an ``attn_type``, "decoder" where it is missing;
-    encoder layers keep no KV.
+    this one reads instead of having its own. Latent attention may lack all, which is as None.
+    ``kv_cache``: the layer's view, set by ``bind_kv_cache``. A layer may also have an
+    ``attn_type``, "decoder" where it is missing; encoder layers keep no KV.
     """
 
     num_kv_heads: int

@@ -33,6 +33,8 @@ INTERLEAVES: Final = 3
 """The first version in which ranks may keep only some tokens: an engine where they do speaks no
 earlier one.
 """
+CELLS: Final = 3
+"""The first version in which tokens may share a cell, likewise."""
 BIND_TOKENS: Final = "bind_tokens"
 """The capability of an engine that compares digests of the token ids before it gives any KV."""
 VERIFY: Final = "verify"
@@ -50,11 +52,15 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 def first_protocol(regions: Iterable[Region]) -> int:
     """The first version that an engine with these regions speaks."""
-    versions = (
-        INTERLEAVES if region.interleave else STATES if region.is_state else PROTOCOL_MIN
-        for region in regions
-    )
-    return max(versions, default=PROTOCOL_MIN)
+    return max(map(_first_protocol, regions), default=PROTOCOL_MIN)
+
+
+def _first_protocol(region: Region) -> int:
+    if region.interleave:
+        return INTERLEAVES
+    if region.cell_tokens:
+        return CELLS
+    return STATES if region.is_state else PROTOCOL_MIN
 
 
 class Reason(enum.StrEnum):

@@ -122,6 +122,18 @@ def test_equal_tokens() -> None:
     assert result.is_good(tokens_decide=True)
 
 
+def test_a_prefill_that_left_the_last_token_out_answers_nothing() -> None:
+    """As with layers that keep a state: decode computes that token."""
+    answers = Answers(
+        prefill=done(num_prompt_tokens=7),
+        prefill_tokens=[token(9)],
+        decode=done(),
+        tokens=[token(1)],
+        single=[token(1)],
+    )
+    assert judge("a", 8, answers).tokens_equal is True
+
+
 @pytest.mark.parametrize(
     ("prefill", "tokens", "difference"),
     [

@@ -22,6 +22,7 @@ from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.verifier import Verifier
 from kvxfer.tensors import strided_copy
 from kvxfer.tensors.device_copy import DeviceCopier
+from kvxfer.tensors.device_digest import DeviceDigester
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.wire import BIND_TOKENS, Reason, Release, Verdict
 from kvxfer.transports import shm_direct, stream_packing
@@ -79,6 +80,24 @@ def test_a_load_is_verified(transport: str, verify: str) -> None:
             until(partial(source.sent, name))
         assert sink.count("verify.equal") == 4  # two loads from two ranks
         assert source.count("offers.done") == 4
+
+
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_digests_of_the_kernel_agree_with_those_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, is_flipped: bool
+) -> None:
+    """A decode engine on a GPU, which is a CPU here, and a prefill engine on a CPU."""
+    if is_flipped:
+        plant_in_shm("a flipped bit", monkeypatch)
+    with engines("shm", "all") as (source, sink):
+        for worker in sink.workers:
+            verifier = worker._service.sink._verifier  # type: ignore[union-attr]
+            digester = DeviceDigester(verifier._memory.tensors)
+            monkeypatch.setattr(verifier, "_digester", lambda digester=digester: digester)
+        for name in ("d", "e"):
+            reasons = load(source, sink, name, span=(7, 40))
+            assert reasons == ({"corrupt"} if is_flipped else {None})
+        assert sink.count("verify.differing" if is_flipped else "verify.equal")
 
 
 @pytest.mark.parametrize("shape", [TWO, ONE], ids=["down", "up"])

@@ -5,14 +5,18 @@ token, over all heads, from the full weights.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from kvxfer.engine.model_config import ModelConfig, load_model_config
+from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.kv_plan import plan_kv_caches
+from kvxfer.engine.model_config import ModelConfig, attention_pattern, load_model_config
 from kvxfer.engine.weights import Part, RandomWeights
+from kvxfer.errors import ConfigError, ModelError
 from tests.engine.model_rig import Ranks, assert_logits, run_chunks
 
 NUM_TOKENS = 70
@@ -120,6 +124,28 @@ def naive_logits(config: ModelConfig, prompt: list[int]) -> Tensor:
     return norm(x) @ weight("lm_head", config.vocab_size, hidden_size).T
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"windows": (48, None, None, None)}, "state_layers: expected neither windows nor"),
+        ({"num_state_heads": 6, "num_state_groups": 6}, "tp_size: x: expected a number of heads"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
+    config = msgspec.structs.replace(load_model_config("states"), **changes)
+    engine = EngineConfig(role=Role.ALONE, engine_id="e", tp_size=4)
+    with pytest.raises(ModelError, match=says):
+        plan_kv_caches(engine, config)
+
+
+def test_a_state_needs_a_group_of_its_own() -> None:
+    config = load_model_config("states")
+    assert attention_pattern(config) == "state, full, state, full"
+    engine = EngineConfig(role=Role.ALONE, engine_id="e", disable_hybrid_kv_cache_manager=True)
+    with pytest.raises(ConfigError, match="expected attention, which can keep all tokens, got Mam"):
+        plan_kv_caches(engine, config)
+
+
 @cache
 def case() -> tuple[ModelConfig, list[int], Tensor]:
     config = small()
@@ -127,18 +153,21 @@ def case() -> tuple[ModelConfig, list[int], Tensor]:
     return config, prompt.tolist(), naive_logits(config, prompt.tolist())
 
 
-@pytest.mark.parametrize("chunks", [(NUM_TOKENS,), (2, 1, 29, 16, 21, 1), (60, *[1] * 10)])
+@pytest.mark.parametrize("chunks", [(NUM_TOKENS,), (2, 1, 29, 16, 20, 1, 1)])
 @pytest.mark.parametrize(
-    ("layout", "block_tokens", "tp_size"),
-    [("HND", 16, 1), ("NHD", 24, 2), ("HND", 8, 4), ("NHD", 8, 4)],
+    ("layout", "block_tokens", "tp_size"), [("HND", 16, 1), ("NHD", 24, 2), ("HND", 8, 4)]
 )
 @pytest.mark.parametrize("cached", [True, False])
 def test_logits_and_states_are_the_naive_ones(
     chunks: tuple[int, ...], layout: str, block_tokens: int, tp_size: int, cached: bool
 ) -> None:
-    """A state in each block, or one for a request; pools full of what is no number."""
+    """A state in each block, or one for a request; pools full of another one's."""
     config, prompt, logits = case()
     ranks = Ranks(config, tp_size, layout, block_tokens, enable_prefix_caching=cached)
+    for rank in ranks.caches:
+        for layer in config.state_layers:
+            for view in rank.layers[f"model.layers.{layer}.mixer"].kv_cache:
+                view.fill_(7)
     assert_logits(run_chunks(ranks, prompt, chunks), logits)
     (state_group,) = (
         number

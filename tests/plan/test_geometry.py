@@ -246,7 +246,7 @@ def test_configs_that_say_too_little_are_named(saved: Any, config: Any, says: st
             {"layer_types": ["linear_attention"] * 32},
             "got MambaSpec: it keeps a state, whose shape",
         ),
-        ({"layer_types": ["chunked_attention"] * 32}, "depends on where the request's chunk ends"),
+        ({"layer_types": ["ring_attention"] * 32}, "got ring_attention: what it keeps has no desc"),
         ({"index_topk": 2048}, "index_topk: expected one kind of K and V in all layers, got 2048"),
         ({"compress_ratios": [0, 4, 128]}, "compress_ratios: expected one kind of K and V in all"),
         (
@@ -275,6 +275,7 @@ def test_a_text_that_is_no_config(tmp_path: Path) -> None:
     [
         (None, "layers=4"),
         ("hybrid", "layers=4,windows=48/full"),
+        ("chunked", "layers=4,windows=chunk48/full"),
         ("kv-sharing", "layers=6,windows=48/full,shared_layers=2"),
     ],
 )

@@ -21,7 +21,7 @@ from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import EngineManifest, RankId, validate_manifest
 from kvxfer.transfer.plan import make_plan
 from kvxfer.transfer.pull import PullResolver, check_table, open_to, pull_class
-from kvxfer.transfer.wire import INTERLEAVES, PROTOCOL_MIN, STATES, first_protocol
+from kvxfer.transfer.wire import CELLS, INTERLEAVES, PROTOCOL_MIN, STATES, first_protocol
 from tests.builders import DELTA_NET, EngineShape, build_manifest
 from tests.transfer.naive import Case, same
 
@@ -332,5 +332,7 @@ def test_an_engine_speaks_no_version_before_what_its_regions_need() -> None:
     plain = build_manifest(EngineShape()).ranks[0].regions
     states = build_manifest(EngineShape(state=DELTA_NET)).ranks[0].regions
     assert first_protocol(plain) == PROTOCOL_MIN
+    cells = build_manifest(EngineShape(cell_tokens=4)).ranks[0].regions
     assert first_protocol(states) == STATES
+    assert first_protocol(cells) == CELLS > STATES
     assert first_protocol(GOOD.ranks[0].regions) == INTERLEAVES

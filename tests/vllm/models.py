@@ -63,6 +63,46 @@ def _hybrid() -> Any:
     return Gemma3ForCausalLM(config)
 
 
+def _chunked() -> Any:
+    """Llama 4: two layers that see chunks of 64 tokens, two that see everything."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    config = Llama4TextConfig(
+        **_SHAPE,
+        num_hidden_layers=4,
+        intermediate_size_mlp=688,
+        attention_chunk_size=WINDOW_TOKENS,
+        no_rope_layers=[1, 0, 1, 0],  # those without rotary embedding see everything
+        moe_layers=[],
+        interleave_moe_layer_step=0,  # so vLLM says that no layer has experts
+        attn_temperature_tuning=False,
+    )
+    return Llama4ForCausalLM(config)
+
+
+def _short_conv() -> Any:
+    """LFM2: two layers that keep the last two inputs of a convolution, two of attention."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+    shape |= {  # what vLLM asks for, under the names of the first release
+        "conv_dim": 256,
+        "block_dim": 256,
+        "block_ff_dim": 688,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_norm_eps": 1e-5,
+    }
+    config = Lfm2Config(
+        **shape,
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention"] * 2,
+        conv_L_cache=3,
+        block_auto_adjust_ff_dim=False,
+    )
+    return Lfm2ForCausalLM(config)
+
+
 def _state() -> Any:
     """Two layers of Mamba2, whose heads share one group of B and C, and two of attention."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
@@ -232,6 +272,8 @@ _MAKERS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "hybrid": _hybrid,
     "experts": _experts,
+    "chunked": _chunked,
+    "short-conv": _short_conv,
     "state": _state,
     "delta-net": _delta_net,
     "drafted": _drafted,

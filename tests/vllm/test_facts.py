@@ -332,14 +332,15 @@ def test_draft_layers_are_named_by_method_and_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "reason"),
     [
-        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, "request's chunk ends"),
         ("CrossAttentionSpec", {}, "what an encoder made"),
         ("EncoderOnlyAttentionSpec", {}, "keeps nothing"),
         ("RSWASpec", {"rswa_window": 64}, "not one window"),
         ("SinkFullAttentionSpec", {"sink_len": 4}, "not the request's"),
         ("HiddenStateCacheSpec", {}, "hidden states"),
-        ("CircularBufferSpec", {}, "keeps a ring"),
         ("SlidingWindowMLASpec", {"sliding_window": 64, "bounded_replay": True}, "bounded replay"),
+        ("CircularBufferSpec", {}, "a ring"),
+        ("HiSparseHotSpec", {"page_size": 64, "blocks_per_request": 2}, "a copy that only this"),
+        ("HiSparseResidentSpec", {"page_size": 64}, "a copy that only this"),
     ],
 )
 def test_caches_that_cannot_move(
@@ -347,6 +348,8 @@ def test_caches_that_cannot_move(
 ) -> None:
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     defaults = {"block_size": 64, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    if kind.startswith("HiSparse"):
+        defaults = {"block_size": 64}
     spec = getattr(interface, kind)(**(defaults | fields))
     with pytest.raises(ConfigError, match=f"a: expected full, .* got {kind}: .*{reason}"):
         cache_facts(engine(Model(folder)), cache(group(spec, "a")))

@@ -75,11 +75,39 @@ def mamba1() -> Kind:
     return Kind("MAMBA1", shapes, lambda size: [(32, 0, False)])
 
 
+def kimi() -> Kind:
+    """Kimi Linear's: as many heads of q and k as of v."""
+
+    def shapes(size: int) -> Any:
+        return calculator().kda_state_shape(size, 8, 4, conv_kernel_size=4)
+
+    return Kind("GDN_ATTN", shapes, lambda size: [(32, 0, False)] * 3)
+
+
+def short_conv() -> Kind:
+    def shapes(size: int) -> Any:
+        return calculator().short_conv_state_shape(size, 32, 4)
+
+    return Kind("SHORT_CONV", shapes, lambda size: [(32, 0, False)])
+
+
+def linear() -> Kind:
+    """No convolution: as many channels are numbered, and none is kept."""
+
+    def shapes(size: int) -> Any:
+        return calculator().linear_attention_state_shape(8, size, 6)
+
+    return Kind("LINEAR", shapes, lambda size: [])
+
+
 KINDS = {
     "mamba1": mamba1(),
     "mamba2": mamba2(4),
     "mamba2, one group": mamba2(1),
     "gated delta net": delta_net(),
+    "kimi linear": kimi(),
+    "short convolution": short_conv(),
+    "linear attention": linear(),
 }
 
 
@@ -99,7 +127,8 @@ class Rank:
 
         self.kind, self.tp_rank, self.tp_size = kind, tp_rank, tp_size
         self.shapes = kind.shapes(tp_size)
-        self.dtypes = (torch.int16, torch.int32, torch.int32)[: len(self.shapes)]
+        has_conv = kind.mamba_type != "LINEAR"
+        self.dtypes = (torch.int16, torch.int32, torch.int32)[not has_conv :][: len(self.shapes)]
         spec = MambaSpec(
             block_size=64,
             shapes=self.shapes,
@@ -110,7 +139,7 @@ class Rank:
         self.pages = {
             name: torch.full((NUM_BLOCKS, 1, 1, 4096), 0x5A, dtype=torch.int8) for name in LAYERS
         }
-        self.states: dict[str, tuple[Tensor, Tensor]] = {}
+        self.states: dict[str, tuple[Tensor, ...]] = {}
         layer: Any = SimpleNamespace(
             get_state_shape=lambda: self.shapes, get_state_dtype=lambda: self.dtypes
         )
@@ -139,18 +168,23 @@ class Rank:
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
         shards = self.kind.shards(self.tp_size)
+        for number, views in enumerate(self.states.values()):
+            for recurrence in views[bool(shards) :]:
+                heads, *rest = recurrence.shape[1:]
+                count = heads * torch.Size(rest).numel()
+                first = self.tp_rank * count + 100_000 * (number + 1)
+                values = torch.arange(first, first + count).reshape(heads, *rest)
+                recurrence[block] = values.to(recurrence.dtype)
+        if not shards:
+            return
         steps = 3
         local = torch.zeros(self.shapes[0][0 if is_conv_state_dim_first() else 1], 1)
         whole = torch.arange(1, 1 + sum(full - extra for full, extra, _ in shards)).float()
         loader = mamba_v2_sharded_weight_loader(shards, self.tp_size, self.tp_rank)
         loader(local, whole[:, None])
         channels = (local * 10 + torch.arange(steps)).to(torch.int16)  # [channel][step]
-        for number, (conv, recurrence) in enumerate(self.states.values()):
+        for number, (conv, *_) in enumerate(self.states.values()):
             conv[block] = (channels if is_conv_state_dim_first() else channels.T) + number
-            heads, *rest = recurrence.shape[1:]
-            count = heads * torch.Size(rest).numel()
-            first = self.tp_rank * count + 100_000 * (number + 1)
-            recurrence[block] = torch.arange(first, first + count).reshape(heads, *rest)
 
 
 def engine(name: str, ranks: list[Rank]) -> EngineManifest:

@@ -1,6 +1,6 @@
-"""Models that keep a state, on real engines: Mamba2 of Granite 4 and the gated delta net of
-Qwen3-Next, beside attention. (vLLM's CPU build has no kernel for Mamba1, and that of a gated delta
-net is for bfloat16 alone.)
+"""Models that keep a state, on real engines: Mamba2 of Granite 4, the short convolution of LFM2 and
+the gated delta net of Qwen3-Next, beside attention. (vLLM's CPU build has no kernel for Mamba1, nor
+for the delta net of Kimi Linear, and that of Qwen3-Next is for bfloat16 alone.)
 """
 
 from __future__ import annotations
@@ -98,6 +98,25 @@ def test_prefill_with_a_prefix_cache(fleet: Fleet) -> None:
     single = prompt(1)
     assert pair.prefill.prefill(single).params is None
     assert [pair.run(single).token_ids] == expected(fleet, [single])
+    pair.assert_at_rest()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_short_convolution(fleet: Fleet, cached: bool) -> None:
+    """One request at a time, of lengths that one engine computes in the same pieces: of another
+    batch, or of other pieces of a prompt, vLLM 0.32's CPU build says other tokens by itself.
+    """
+    steps = {"max_num_batched_tokens": 64}
+    config = replace(side(128), model="short-conv", more=NO_CACHE | steps)
+    decode = replace(config, more=steps if cached else config.more)
+    pair = Pair(*fleet.engines(replace(config, label="prefill"), decode))
+    (alone,) = fleet.engines(replace(config, connector=None, label="alone"))
+    lengths = (65, 129, 193, 257)
+    for num_tokens in lengths:
+        tokens = prompt(num_tokens)
+        (answer,) = alone.generate_all([tokens], 16)
+        assert pair.run(tokens).token_ids == answer.token_ids
+    assert Sources.of(pair.decode).external == sum(lengths) - len(lengths)
     pair.assert_at_rest()
 
 

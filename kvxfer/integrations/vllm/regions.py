@@ -248,6 +248,7 @@ def _regions(
         stride_token=cells.stride_token,
         kernel_blocks=kernel_blocks,
         window=spec.window,
+        is_chunk=spec.is_chunk or msgspec.UNSET,
         interleave=interleave,
         is_draft=model.is_draft(layer) or msgspec.UNSET,
         cell_tokens=spec.cell_tokens if spec.cell_tokens > 1 else msgspec.UNSET,

@@ -15,7 +15,6 @@ from kvxfer.errors import ConfigError
 
 _REFUSED = {
     "MambaSpec": "it keeps a state, whose shape only a running engine says",
-    "ChunkedLocalAttentionSpec": "what it keeps depends on where the request's chunk ends",
     "CrossAttentionSpec": "it keeps what an encoder made, which no prompt token says",
     "EncoderOnlyAttentionSpec": "it keeps nothing that another engine could use",
     "RSWASpec": "what it keeps is not one window",
@@ -37,6 +36,7 @@ class LayerSpec:
         is_latent: one latent for all heads (MLA), replicated on all ranks.
         window: tokens that the group keeps; None all. A layer that only *looks* at a window, while
             its blocks are kept (the hybrid cache manager is off), has None.
+        is_chunk: the window is the chunk of the next token.
         quantisation: vLLM's mode by name, in small letters; "none". Of latents that are packed with
             their scales the name of the type, as "fp8_ds_mla".
         num_head_slots: slots of a block if they are not the heads; None: one for each head.
@@ -52,6 +52,7 @@ class LayerSpec:
     dtype: torch.dtype
     is_latent: bool = False
     window: int | None = None
+    is_chunk: bool = False
     quantisation: str = "none"
     num_head_slots: int | None = None
     cell_nbytes: int | None = None
@@ -122,6 +123,8 @@ def _read(layer: str, spec: Any) -> LayerSpec | StateSpec:
         return _state(layer, spec)
     if kind is interface.SlidingWindowSpec:
         return _record(layer, spec, window=_kept_tokens(spec))
+    if kind is interface.ChunkedLocalAttentionSpec:
+        return _record(layer, spec, window=spec.attention_chunk_size, is_chunk=True)
     if kind is window_latent and not getattr(spec, "bounded_replay", False):
         return _record(layer, spec, is_latent=True, window=_kept_tokens(spec))
     raise cannot_move(layer, kind.__name__)
@@ -131,7 +134,8 @@ def cannot_move(layer: str, kind: str) -> ConfigError:
     """Of a layer whose spec is of a kind that does not move, by the name of its class."""
     reason = _REFUSED.get(kind, "what it keeps has no description here")
     return ConfigError(
-        f"{layer}: expected full, sliding-window or latent attention, or a state, got {kind}: "
+        f"{layer}: expected full, sliding-window, chunked or latent attention, or a state, got "
+        f"{kind}: "
         f"{reason}; serve this model without disaggregation"
     )
 
@@ -157,7 +161,12 @@ def _kept_tokens(spec: Any) -> int:
 
 
 def _record(
-    layer: str, spec: Any, *, is_latent: bool = False, window: int | None = None
+    layer: str,
+    spec: Any,
+    *,
+    is_latent: bool = False,
+    window: int | None = None,
+    is_chunk: bool = False,
 ) -> LayerSpec:
     head_size_v = 0 if is_latent else getattr(spec, "head_size_v", None)
     return LayerSpec(
@@ -168,6 +177,7 @@ def _record(
         dtype=spec.dtype,
         is_latent=is_latent,
         window=window,
+        is_chunk=is_chunk,
         quantisation=_quantisation(spec),
         num_head_slots=getattr(spec, "num_head_slots", None),
         cell_nbytes=getattr(spec, "state_content_bytes", None),
