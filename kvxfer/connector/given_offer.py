@@ -176,8 +176,7 @@ def read_pull(
             if not _is_offered(resolver.manifest, wanted, num_tokens):
                 raise PullRefused(
                     Reason.PLAN,
-                    f"tokens: expected at most the offered {wanted.count(num_tokens)}, got "
-                    f"{wanted.token_hi}",
+                    f"tokens: expected at most the offered {num_tokens}, got {_last(wanted)}",
                 )
         _check_held(resolver.resolve(pull.classes), pull.classes, num_tokens)
         if not check_chunks(pull.classes, pull.chunk_nbytes):
@@ -203,11 +202,11 @@ def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_to
     _check_states(classes, num_tokens)
     try:
         for wanted in classes:
-            most = wanted.count(num_tokens)
-            if wanted.token_hi > most and not wanted.is_state:
+            if wanted.token_hi > wanted.count(num_tokens) and not wanted.is_state:
                 raise PullRefused(
                     Reason.PLAN,
-                    f"verify: expected at most the offered {most} tokens, got {wanted.token_hi}",
+                    f"verify: expected at most the offered {num_tokens} tokens, got "
+                    f"{_last(wanted)}",
                 )
         _check_held(resolver.resolve(classes), classes, num_tokens)
     except ProtocolError as e:
@@ -231,6 +230,11 @@ def check_same(first: Pull, pull: Pull) -> None:
     """A consumer asks for one thing of an offer, however often. Raises PullRefused."""
     if first != pull:
         raise PullRefused(Reason.PLAN, "pull: expected the first one again, got another")
+
+
+def _last(wanted: PullClass) -> int:
+    """How many tokens of the request a class needs."""
+    return wanted.token(wanted.token_hi - 1) + 1
 
 
 def _is_offered(manifest: RankManifest, wanted: PullClass, num_tokens: int) -> bool:
