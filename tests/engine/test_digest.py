@@ -399,7 +399,7 @@ def test_is_quick_enough_for_every_request() -> None:
 
 
 def test_a_chunk_that_has_just_begun_has_no_token_to_compare() -> None:
-    """With 48 tokens of chunks of 48 moved, one side holds none of them; a window always has one."""
+    """Of chunks of 48 tokens, 48 of them moved: a side holds none. A window always has one."""
     empty, held = (
         KVDigest(
             num_tokens=48,
