@@ -10,6 +10,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.layout import Interior, Region
 from kvxfer.transfer.manifest import (
     CacheFacts,
@@ -80,7 +81,9 @@ class EngineShape:
     ``groups``: one number per layer, default all 0. ``windows``: by group, default none; they are
     chunks if ``has_chunks``.
     ``shares``: (layer, layer whose memory it uses). ``state``: layers that keep one, the last
-    group. ``cell_tokens``: how many tokens share a cell.
+    group. ``cell_tokens``: how many tokens share a cell. ``cp_size``: tensor-parallel ranks that
+    hold the same heads take the tokens in turns, ``cp_run`` of them at a time; ``block_tokens`` are
+    a rank's own.
     """
 
     tp_size: int = 1
@@ -104,6 +107,14 @@ class EngineShape:
     interior: Interior = Interior.PLAIN
     state: StateShape | None = None
     cell_tokens: int = 1
+    cp_size: int = 1
+    cp_run: int = 1
+    protocol: tuple[int, int] = (1, 1)
+
+    @property
+    def table_tokens(self) -> int:
+        """Tokens of a request that a block of its table stands for."""
+        return self.block_tokens * self.cp_size
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -194,6 +205,9 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
             window=shape.window_of(layer),
             cell_tokens=UNSET if shape.cell_tokens == 1 else shape.cell_tokens,
             is_chunk=(shape.has_chunks and shape.window_of(layer) is not None) or UNSET,
+            interleave=Interleave(shape.cp_size, rank.tp % shape.cp_size, shape.cp_run)
+            if shape.cp_size > 1
+            else UNSET,
         )
         for layer in layers
         for plane_index, plane in enumerate(shape.planes)
@@ -268,7 +282,7 @@ def build_manifest(shape: EngineShape, engine_id: str = "engine") -> EngineManif
     return EngineManifest(
         engine_id=engine_id,
         incarnation=engine_id.encode().ljust(16, b"\0")[:16],
-        protocol=(1, 1),
+        protocol=(3, 3) if shape.cp_size > 1 else shape.protocol,
         capabilities=(),
         facts=CacheFacts(
             model="llama-test",
@@ -280,10 +294,11 @@ def build_manifest(shape: EngineShape, engine_id: str = "engine") -> EngineManif
             head_size=shape.inner_nbytes // 4,
             num_layers=shape.num_layers,
             is_mla=shape.is_mla,
+            dcp_size=shape.cp_size,
         ),
         tp_size=shape.tp_size,
         pp_size=shape.pp_size,
-        block_tokens=shape.block_tokens,
+        block_tokens=shape.table_tokens,
         layout=shape.layout,
         ranks=tuple(ranks),
     )

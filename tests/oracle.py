@@ -7,6 +7,7 @@ All tests of copies take their addresses and the order of a chunk from here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -105,12 +106,29 @@ def oracle_order(
     return found
 
 
+def keeps(region: Region, position: int) -> bool:
+    """Does the rank keep this token of a request?"""
+    kept = region.interleave
+    return not kept or position // kept.run % kept.size == kept.index
+
+
+@cache
+def _number_kept(region: Region, position: int) -> int:
+    """How many of the tokens before it the rank keeps, by asking of each."""
+    if not region.interleave:
+        return position
+    return sum(keeps(region, each) for each in range(position))
+
+
 def oracle_pieces(
     region: Region, memories: Sequence[Bytes], ids: Sequence[int], position: int, head: int
 ) -> list[Bytes]:
     """Writable views of one (request token, global head), one for each channel that lies apart;
     ``ids`` are positional.
     """
+    if not keeps(region, position):
+        raise ValueError(f"{region.layer} {region.plane}: token {position} is on another rank")
+    position = _number_kept(region, position)
     block_id = ids[position // region.block_tokens]
     if not 0 <= block_id < region.num_blocks:
         raise ValueError(f"block id {block_id} at token {position}: not in 0..{region.num_blocks}")
@@ -182,6 +200,8 @@ def oracle_copy(
             for head in range(sink.head_lo, sink.head_hi):
                 if not source.head_lo <= head < source.head_hi:
                     continue
+                if not (keeps(source, position) and keeps(sink, position)):
+                    continue
                 given = oracle_bytes(source, source_memories, given_ids, position, head)
                 taken = oracle_pieces(sink, sink_memories, taken_ids, position, head)
                 oracle_write(taken, given)
@@ -211,6 +231,8 @@ def oracle_fill(
             continue
         written.add((region.group, region.memory, region.offset))
         for position in range(num_tokens):
+            if not keeps(region, position):
+                continue
             for head in range(region.head_lo, region.head_hi):
                 taken = oracle_pieces(region, memories, ids[region.group], position, head)
                 oracle_write(taken, oracle_value(region, position, head, seed))

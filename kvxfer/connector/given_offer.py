@@ -171,12 +171,14 @@ def read_pull(
     if wire_of(pull, transports) is Wire.DIRECT:
         return Wire.DIRECT
     _check_states(pull.classes, num_tokens)
-    beyond = [w.span[1] for w in pull.classes if w.span[1] > num_tokens and not w.is_state]
-    if beyond and not _is_padding(resolver.manifest, pull, num_tokens):
-        raise PullRefused(
-            Reason.PLAN, f"tokens: expected at most the offered {num_tokens}, got {max(beyond)}"
-        )
     try:
+        for wanted in pull.classes:
+            if not _is_offered(resolver.manifest, wanted, num_tokens):
+                raise PullRefused(
+                    Reason.PLAN,
+                    f"tokens: expected at most the offered {wanted.count(num_tokens)}, got "
+                    f"{wanted.token_hi}",
+                )
         _check_held(resolver.resolve(pull.classes), pull.classes, num_tokens)
         if not check_chunks(pull.classes, pull.chunk_nbytes):
             raise PullRefused(Reason.PLAN, "classes: expected something to send, got nothing")
@@ -199,12 +201,14 @@ def _check_states(classes: Sequence[PullClass], num_tokens: int) -> None:
 def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_tokens: int) -> None:
     """Raises PullRefused for what cannot be verified of an offer."""
     _check_states(classes, num_tokens)
-    most = max((wanted.span[1] for wanted in classes if not wanted.is_state), default=0)
-    if most > num_tokens:
-        raise PullRefused(
-            Reason.PLAN, f"verify: expected at most the offered {num_tokens} tokens, got {most}"
-        )
     try:
+        for wanted in classes:
+            most = wanted.count(num_tokens)
+            if wanted.token_hi > most and not wanted.is_state:
+                raise PullRefused(
+                    Reason.PLAN,
+                    f"verify: expected at most the offered {most} tokens, got {wanted.token_hi}",
+                )
         _check_held(resolver.resolve(classes), classes, num_tokens)
     except ProtocolError as e:
         raise PullRefused(Reason.PLAN, f"verify: {e}") from e
@@ -213,12 +217,12 @@ def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_to
 def _check_held(sides: Sequence[Side], classes: Sequence[PullClass], num_tokens: int) -> None:
     """Raises PullRefused for tokens that this source no longer keeps at the end of the offer."""
     for side, wanted in zip(sides, classes, strict=True):
-        held_start, (token_lo, token_hi) = side.keeping.held_start(num_tokens), wanted.span
-        if token_lo < min(held_start, token_hi):
+        held_start = wanted.count(side.keeping.held_start(num_tokens))
+        if wanted.token_lo < min(held_start, wanted.token_hi):
             raise PullRefused(
                 Reason.PLAN,
                 f"{wanted.regions[0].layer}: tokens: expected from {held_start} on, got "
-                f"{token_lo}; of {num_tokens} offered tokens this source keeps "
+                f"{wanted.token_lo}; of {num_tokens} offered tokens this source keeps "
                 f"{side.keeping}",
             )
 
@@ -229,21 +233,20 @@ def check_same(first: Pull, pull: Pull) -> None:
         raise PullRefused(Reason.PLAN, "pull: expected the first one again, got another")
 
 
-def _is_padding(manifest: RankManifest, pull: Pull, num_tokens: int) -> bool:
-    """Whether the tokens beyond the offer only fill its last block up, as opaque blocks need."""
-    blocks = {
-        (region.layer, region.plane): region.block_tokens
+def _is_offered(manifest: RankManifest, wanted: PullClass, num_tokens: int) -> bool:
+    """Whether tokens beyond the offer, if there are any, only fill its last block up, as opaque
+    blocks need.
+    """
+    most = wanted.count(num_tokens)
+    if wanted.token_hi <= most or wanted.is_state:
+        return True
+    asked = {(name.layer, plane) for name in wanted.regions for plane in name.planes}
+    sizes = {
+        1 if region.interior == "plain" else region.block_tokens
         for region in manifest.regions
-        if region.interior != "plain"
+        if (region.layer, region.plane) in asked
     }
-    for wanted in pull.classes:
-        if wanted.span[1] <= num_tokens or wanted.is_state:
-            continue
-        for name in wanted.regions:
-            sizes = {blocks.get((name.layer, plane), 1) for plane in name.planes}
-            if any(wanted.span[1] > -(-num_tokens // size) * size for size in sizes):
-                return False
-    return True
+    return all(wanted.token_hi <= -(-most // size) * size for size in sizes or {1})
 
 
 def checked_sides(

@@ -206,7 +206,8 @@ def _verify(order: NewLoad, way: Way, wanted: Sequence[PullClass]) -> Verify | U
     for number, copied in enumerate(way.route.classes):
         if copied.interior is Interior.OPAQUE:
             block = copied.sink.tile.block_tokens
-            whole = max(wanted[number].token_lo, order.token_hi // block * block)
+            num_wanted = wanted[number].count(order.token_hi)
+            whole = max(wanted[number].token_lo, num_wanted // block * block)
             classes[number] = replace(wanted[number], token_hi=whole)
     return Verify(way.verify_every, tuple(classes))
 
@@ -275,7 +276,8 @@ def open_tokens_of(grant: Grant, run: RouteRun) -> int:
     wanted = run.request.pull_classes if run.request is not None else ()
     if isinstance(open_tokens, UnsetType):
         return ALL
-    return ALL if all(asked.span[1] <= open_tokens for asked in wanted) else open_tokens
+    is_all = all(asked.token_hi <= asked.count(open_tokens) for asked in wanted)
+    return ALL if is_all else open_tokens
 
 
 def take_granted_ids(run: RouteRun, block_ids: GroupBlockIds, open_tokens: int) -> None:
@@ -321,9 +323,8 @@ def next_read(run: RouteRun, token_lo: int, token_hi: int) -> ReadRequest | None
 
 def _open_to(copied: CopyClass, asked: PullClass, open_tokens: int) -> int:
     """Where the open part of a class ends."""
-    if copied.interior is Interior.OPAQUE and open_tokens < ALL:
-        open_tokens -= open_tokens % copied.sink.tile.block_tokens
-    return open_to(asked, open_tokens)
+    is_whole = copied.interior is Interior.OPAQUE
+    return open_to(asked, open_tokens, copied.sink.tile.block_tokens if is_whole else 1)
 
 
 def check_granted(order: NewLoad, grant: Grant, run: RouteRun) -> None:

@@ -44,11 +44,10 @@ from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import (
     BIND_TOKENS,
     PROTOCOL_MAX,
-    PROTOCOL_MIN,
-    STATES,
     VERIFY,
     OfferRef,
     Reason,
+    first_protocol,
 )
 
 _DRAINS = Plain("draining", "this engine drains, and takes nothing new")
@@ -122,11 +121,11 @@ class SchedulerConnector:
         self._loads.has_states = has_states
         regions = [region for rank in ranks.values() for region in rank.regions]
         kept = [each for each in regions if each.window is None and not each.is_state] or regions
-        most_tokens = min((region.num_blocks * region.block_tokens for region in kept), default=0)
+        most_tokens = min((region.num_blocks * region.table_tokens for region in kept), default=0)
         self._loads.most_growing_tokens = self._config.early_share * most_tokens
         self._manifest = EngineManifest(
             **msgspec.structs.asdict(engine),
-            protocol=(STATES if has_states else PROTOCOL_MIN, PROTOCOL_MAX),
+            protocol=(first_protocol(regions), PROTOCOL_MAX),
             capabilities=(*((BIND_TOKENS,) if self._config.bind_tokens else ()), VERIFY),
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )

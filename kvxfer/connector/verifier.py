@@ -5,7 +5,9 @@ what lies there after a read. The sink compares them when the verdict has come.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +15,9 @@ from kvxfer.tensors.kv_digest import Cells, add_digests
 from kvxfer.transfer.plan import PullClass
 from kvxfer.transports.base import LocalMemory
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, work_of
+
+if TYPE_CHECKING:  # it needs Triton, which a host without a GPU need not have
+    from kvxfer.tensors.device_digest import DeviceDigester
 
 SAMPLE_EVERY = 16
 """Of a sample one token in so many is looked at: the block of most engines, so of every block."""
@@ -36,6 +41,7 @@ class Verifier:
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, post: Post) -> None:
         self._memory, self._copy_thread, self._post = memory, copy_thread, post
+        self._of_thread = threading.local()
 
     def submit(self, lane: Hashable, cells: Sequence[Cells], seed: int, done: Done) -> None:
         """Make the digests; ``done`` is called once, later, on the IO thread."""
@@ -47,8 +53,23 @@ class Verifier:
         pieces = self._pieces(cells, seed)
         self._copy_thread.submit(_DigestJob(lane, work_nbytes, pieces, self._post, done))
 
+    def _digester(self) -> DeviceDigester | None:
+        """This thread's, for memory of a GPU."""
+        if self._memory.device.type == "cpu":
+            return None
+        known: DeviceDigester | None = getattr(self._of_thread, "digester", None)
+        if known is None:
+            from kvxfer.tensors.device_digest import DeviceDigester
+
+            known = self._of_thread.digester = DeviceDigester(self._memory.tensors)
+        return known
+
     def _pieces(self, cells: Sequence[Cells], seed: int) -> Iterator[int | Digests]:
         """The bytes of each piece of work, and at last the digests."""
+        digester = self._digester()
+        if digester is not None:
+            yield tuple(digester.digests(cells, seed))
+            return
         found: list[int] = []
         for each in cells:
             sums = np.zeros(len(each.names), np.uint64)

@@ -35,6 +35,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuMemcpyHtoDAsync_v2": (c_void_p, c_void_p, c_size_t, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, c_void_p, c_size_t, c_void_p),
     "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
     "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
     "cuGetErrorString": (c_int, c_void_p),

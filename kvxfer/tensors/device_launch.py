@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.kernels.cast_work import CastLaunch
+from kvxfer.kernels.kv_digest import DigestLaunch, launch_digest
 from kvxfer.kernels.strided_cast import launch_cast
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import Launch
@@ -29,7 +30,7 @@ from kvxfer.tensors.cuda_driver import DriverEvents, PointerArguments, driver
 from kvxfer.tensors.strided_index import WORD_NBYTES
 
 Stream = torch.cuda.Stream | None
-AnyLaunch = Launch | CastLaunch
+AnyLaunch = Launch | CastLaunch | DigestLaunch
 
 
 class Event(Protocol):
@@ -151,6 +152,9 @@ class HostLauncher:
     def launch(self, slot: Slot, sizes: Sequence[int], launch: AnyLaunch, stream: Stream) -> None:
         _launch_by_triton(slot, sizes, launch)
 
+    def read_back(self, slot: Slot, word_lo: int, stream: Stream) -> None:
+        slot.pinned[word_lo:] = slot.device[word_lo:]
+
     def record(self, stream: Stream) -> Event:
         return HostEvent()
 
@@ -176,21 +180,23 @@ _binaries: dict[tuple[int, tuple[object, ...]], _Binary | None] = {}
 
 
 class GpuLauncher:
-    """Of one GPU, for one thread. All calls raise RuntimeError where it has failed."""
+    """Of one GPU, for one thread. All calls raise RuntimeError where it has failed. ``num_arrays``:
+    of each kernel that it launches.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_arrays: int = 5) -> None:
         """Raises RuntimeError where there is no CUDA driver."""
         self._device = device
         self._driver = driver()
         self._current = self._driver.current(device)
-        self._arguments = PointerArguments(5)
+        self._arguments = PointerArguments(num_arrays)
         self._events = DriverEvents(self._driver, self._current)
         self._stamps = DriverEvents(self._driver, self._current, are_timed=True)
         self._stream: tuple[Stream, int] | None = None
 
     def launch(self, slot: Slot, sizes: Sequence[int], launch: AnyLaunch, stream: Stream) -> None:
-        """Send the slot, which has the kernel's five arrays one behind the other (``sizes`` in
-        words), and launch behind it: one copy of a few KiB, one launch.
+        """Send the slot, which has the kernel's arrays one behind the other (``sizes`` in words),
+        and launch behind it: one copy of a few KiB, one launch.
         """
         key = (self._device.index or 0, launch.binary)
         binary = _binaries.get(key)
@@ -217,6 +223,17 @@ class GpuLauncher:
                 *(handle, self._arguments.set(addresses), None),
             )
 
+    def read_back(self, slot: Slot, word_lo: int, stream: Stream) -> None:
+        """The slot's words from there on as the work on the stream leaves them, once it is over."""
+        offset = word_lo * WORD_NBYTES
+        nbytes = slot.host.size * WORD_NBYTES - offset
+        with self._current:
+            self._driver.call(
+                "cuMemcpyDtoHAsync_v2",
+                *(slot.host_address + offset, slot.device_address + offset, nbytes),
+                self._handle(stream),
+            )
+
     def record(self, stream: Stream) -> Event:
         return self._events.record(self._handle(stream))
 
@@ -241,11 +258,13 @@ class GpuLauncher:
 def _launch_by_triton(slot: Slot, sizes: Sequence[int], launch: AnyLaunch) -> object:
     """On PyTorch's current stream. Returns what Triton has compiled."""
     slot.device.copy_(slot.pinned, non_blocking=True)
-    numbers, source_table, sink_table, given_ids, taken_ids = torch.split(slot.device, list(sizes))
-    arrays = (numbers, source_table, sink_table, given_ids, taken_ids)
+    arrays = torch.split(slot.device, list(sizes))
+    if isinstance(launch, DigestLaunch):
+        return launch_digest(arrays, launch)
+    numbers, source_table, sink_table, given_ids, taken_ids = arrays
     if isinstance(launch, CastLaunch):
-        return launch_cast(*arrays, launch)
-    return launch_copy(*arrays, launch)
+        return launch_cast(numbers, source_table, sink_table, given_ids, taken_ids, launch)
+    return launch_copy(numbers, source_table, sink_table, given_ids, taken_ids, launch)
 
 
 def _binary_of(compiled: object) -> _Binary | None:

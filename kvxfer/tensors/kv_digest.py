@@ -26,13 +26,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.tensors.strided_copy import Bytes, void
-from kvxfer.tensors.strided_index import Ids, check_bases, check_flat, check_span
+from kvxfer.tensors.strided_index import Ids, check_bases, check_flat, check_span, side_ids
 from kvxfer.transfer.plan import PullClass, RegionName, Side, Tile
 
 PIECE_NBYTES = 256 << 10
@@ -70,7 +71,7 @@ def cells_of(
     """The cells of a class at one side; ``block_ids`` by the side's groups. Raises ValueError for
     tokens without a block of the pool.
     """
-    ids = np.asarray(block_ids[side.group], dtype=np.int64)
+    ids = side_ids(side, block_ids)
     check_span(side.tile, ids, wanted.token_lo, wanted.token_hi)
     tokens = picked_tokens(wanted.token_lo, wanted.token_hi, every, seed)
     return Cells(side, wanted.regions, wanted.head_lo, ids, tokens)
@@ -107,9 +108,14 @@ def multipliers(num_words: int, seed: int) -> Words:
 
 def region_keys(names: Sequence[RegionName], seed: int) -> Words:
     """The part of the key that a region's cells have in common."""
+    return mix(_hashes(tuple(names)) ^ np.uint64(seed))
+
+
+@lru_cache(maxsize=256)
+def _hashes(names: tuple[RegionName, ...]) -> Words:
     texts = ("\0".join((name.layer, *name.planes)).encode() for name in names)
     hashes = [int.from_bytes(hashlib.blake2b(t, digest_size=8).digest(), "little") for t in texts]
-    return mix(np.array(hashes, np.uint64) ^ np.uint64(seed))
+    return np.array(hashes, np.uint64)
 
 
 def token_offsets(tile: Tile, block_ids: Ids, tokens: Ids) -> Ids:
@@ -125,20 +131,13 @@ def add_digests(
     memories: Sequence[Tensor], cells: Cells, seed: int, sums: Words, piece_nbytes: int = 0
 ) -> Iterator[int]:
     """Add the digest of each region to ``sums``; yields the bytes of each piece of work. Memories
-    are flat uint8, all of a CPU or all of one GPU (there all is one piece). Raises ValueError for
-    regions outside them.
+    are flat uint8 of a CPU. Raises ValueError for regions outside them.
     """
     for number, memory in enumerate(memories):
         check_flat(memory, f"memory {number}")
     side = cells.side
     check_bases(side.tile, side.bases, [memory.numel() for memory in memories])
     if not cells.tokens.size:
-        return
-    if memories and memories[0].device.type != "cpu":
-        from kvxfer.tensors.device_digest import device_digests
-
-        sums += device_digests(memories, cells, seed)
-        yield cells.nbytes
         return
     yield from _add_on_host(memories, cells, seed, sums, piece_nbytes or PIECE_NBYTES)
 

@@ -12,7 +12,7 @@ region's base: one set serves all regions of a geometry class.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.kernels.strided_work import NUM_PARAMS, CopySide, CopyWork
-from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Tile
+from kvxfer.transfer.interleave import Stripe
+from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Side, Tile
 
 Ids = NDArray[np.int64]
 
@@ -56,6 +57,46 @@ def _tile_extent_nbytes(tile: Tile) -> int:
         + (tile.num_channels - 1) * tile.stride_channel
         + tile.inner_nbytes // tile.num_channels
     )
+
+
+def side_ids(side: Side, block_ids: Sequence[Sequence[int]]) -> Ids:
+    """The blocks of a side as a copy takes them, of a block table: those of its group, or where it
+    has a stripe the units in them. -1 stands for none.
+    """
+    own = block_ids[side.group] if side.group < len(block_ids) else ()  # of a growing offer
+    ids = np.asarray(own, dtype=np.int64)
+    stripe = side.stripe
+    if stripe is None:
+        return ids
+    units, num_units = _first_units(stripe), stripe.num_units(ids.size)
+    periods, places = np.divmod(np.arange(num_units, dtype=np.int64), units.size)
+    tokens = periods * (stripe.tokens.period // stripe.kept.size) + units[places]
+    blocks, slots = np.divmod(tokens, stripe.block_tokens)
+    kernel_blocks, kernel_slots = np.divmod(slots, stripe.kernel_tokens)
+    kernel_blocks += ids[blocks] * (stripe.block_tokens // stripe.kernel_tokens)
+    offsets = kernel_blocks * stripe.stride_block + kernel_slots * stripe.stride_token
+    found: Ids = np.where(ids[blocks] < 0, -1, offsets // stripe.granule_nbytes)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _first_units(stripe: Stripe) -> Ids:
+    """The first of the rank's own tokens in each unit of the first period."""
+    runs = stripe.tokens.runs
+    tokens = [stripe.kept.own(token) for lo, hi in runs for token in range(lo, hi)]
+    return np.array(tokens[:: stripe.unit_tokens], np.int64)
+
+
+def all_side_ids(sides: Iterable[Side], block_ids: Sequence[Sequence[int]]) -> list[Ids]:
+    """:func:`side_ids` of each class, made once for those that have the same."""
+    made: dict[tuple[int, Stripe | None], Ids] = {}
+    found: list[Ids] = []
+    for side in sides:
+        key = side.group, side.stripe
+        if key not in made:
+            made[key] = side_ids(side, block_ids)
+        found.append(made[key])
+    return found
 
 
 def span_ids(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> Ids:

@@ -43,6 +43,7 @@ import torch
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.tensors.strided_copy import gather, scatter
+from kvxfer.tensors.strided_index import side_ids
 from kvxfer.transfer.costs import Staging, StagingBounds
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import CopyClass, Side
@@ -283,7 +284,7 @@ class _Flips:
             request = job.request
             sides = [copied.sink for copied in request.classes]
             side, pull = self._random.choice(list(zip(sides, request.pull_classes, strict=True)))
-            ids = np.asarray(request.sink_ids[side.group], dtype=np.int64)
+            ids = side_ids(side, request.sink_ids)
             tokens = (pull.token_lo, pull.token_hi)
             self._flip_there(side, ids, (0, len(side.bases)), tokens)
         return has_more

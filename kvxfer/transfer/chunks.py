@@ -98,6 +98,7 @@ def _append_chunks(
         token_hi = min((token_lo // step + 1) * step, wanted.token_hi)
         piece_nbytes = (token_hi - token_lo) * one_token_nbytes
         fit_regions = max(chunk_nbytes // piece_nbytes, 1)
+        opens_at = ALL if wanted.is_state else wanted.token(token_hi - 1) + 1
         for region_lo in range(0, num_regions, fit_regions):
             region_hi = min(region_lo + fit_regions, num_regions)
             chunks.append(
@@ -109,7 +110,7 @@ def _append_chunks(
                     token_lo=token_lo,
                     token_hi=token_hi,
                     nbytes=(region_hi - region_lo) * piece_nbytes,
-                    opens_at=ALL if wanted.is_state else token_hi * (wanted.cell_tokens or 1),
+                    opens_at=opens_at,
                 )
             )
         token_lo = token_hi

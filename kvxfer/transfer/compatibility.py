@@ -5,12 +5,15 @@ Unknown is refused, never taken for equal.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import TypeVar
 
 from kvxfer.errors import IncompatiblePeer
+from kvxfer.transfer.interleave import MAX_PERIOD, Interleave
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest
 from kvxfer.transfer.windows import Keeping, keeping_of, may_clip
@@ -44,11 +47,9 @@ _FACTS: Mapping[str, str] = {
     "num_layers": _SAME_MODEL,
     "is_mla": _SAME_MODEL,
     "draft_layers": "use the same draft on both sides, or none on one",
-    "dcp_size": "use the same decode context parallel size on both sides",
-    "pcp_size": "use the same prefill context parallel size on both sides",
     "attention": _SAME_MODEL,
 }
-"""Every field of CacheFacts, and what to do where it differs."""
+"""Every field of CacheFacts that must not differ, and what to do where it does."""
 _CAST_FACTS = frozenset({"dtype", "quantisation"})
 """What may differ where both sides allow casts."""
 _DRAFT_FACTS = frozenset({"draft_layers", "num_kv_heads"})
@@ -58,10 +59,10 @@ _DRAFT_FACTS = frozenset({"draft_layers", "num_kv_heads"})
 def differences(source: EngineManifest, sink: EngineManifest) -> tuple[Difference, ...]:
     """Every field in which KV of ``source`` is not KV for ``sink``; empty if they can exchange it.
 
-    TP and PP sizes, block sizes, layouts, KV cache groups and engine versions may differ, one side
-    may have a draft and the other none, and the source may keep more of a layer than the sink.
-    Which layers and heads are there is the plan's question, and so is where both allow casts which
-    elements can be cast.
+    TP, PP and context parallel sizes, block sizes, layouts, KV cache groups and engine versions may
+    differ, one side may have a draft and the other none, and the source may keep more of a layer
+    than the sink. Which layers and heads are there is the plan's question, and so is where both
+    allow casts which elements can be cast.
     """
     may_cast = allows_cast(source) and allows_cast(sink)
     return (
@@ -145,17 +146,32 @@ def _facts_differences(
 
 
 def _interleave_differences(source: EngineManifest, sink: EngineManifest) -> Iterator[Difference]:
-    """Context parallel ranks hold interleaved tokens: rank to rank, block to block, or not at all.
-
-    Different dcp or pcp sizes are among the facts.
-    """
-    if max(source.facts.dcp_size, source.facts.pcp_size) == 1:
+    """Which tokens a rank keeps may differ, where its engine says it and it repeats soon."""
+    is_stated = [
+        max(each.facts.dcp_size, each.facts.pcp_size) == 1 or bool(interleaves(each))
+        for each in (source, sink)
+    ]
+    if not all(is_stated):
+        ours, theirs = ("them as stated" if each else "some, unstated" for each in is_stated)
+        advice = "an engine with context parallelism must state which tokens its ranks keep: "
+        yield Difference("tokens of a rank", ours, theirs, f"{advice}upgrade it")
         return
-    for field in ("tp_size", "block_tokens"):
-        ours, theirs = getattr(source, field), getattr(sink, field)
-        if ours != theirs:
-            advice = "with context parallelism it must be equal on both sides"
-            yield Difference(field, _shown(ours), _shown(theirs), advice)
+    periods = [{each.period for each in interleaves(e)} or {1} for e in (source, sink)]
+    if max(math.lcm(*pair) for pair in itertools.product(*periods)) > MAX_PERIOD:
+        ours, theirs = (", ".join(map(str, sorted(each))) for each in periods)
+        yield Difference(
+            "context parallel size times interleave size",
+            ours,
+            theirs,
+            f"what two ranks share must repeat within {MAX_PERIOD} tokens: make one a multiple of "
+            "the other",
+        )
+
+
+def interleaves(engine: EngineManifest) -> set[Interleave]:
+    """How its ranks keep only some tokens; empty where each keeps all."""
+    regions = (region for rank in engine.ranks for region in rank.regions)
+    return {region.interleave for region in regions if region.interleave}
 
 
 def _region_differences(

@@ -22,6 +22,9 @@ projection's part of the convolution. Its unit is the request. The state after n
 block, number ``(n - 1) // state_tokens`` of the request's table, and a "token" of that block is a
 step of the convolution, oldest first; a recurrence has one. "Heads" are its heads or groups of
 channels, counted over all ranks, so each projection is sharded by itself.
+
+Where context parallelism spreads tokens over ranks (``interleave``), "tokens" above are the rank's
+own, in order: see :mod:`kvxfer.transfer.interleave`.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
+
+from kvxfer.transfer.interleave import WHOLE, Interleave
 
 MAX_NBYTES = 1 << 62
 """No address reaches it, so sums of addresses fit 64 bits in the kernels."""
@@ -92,6 +97,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     the source has no draft.
 
     ``cell_tokens``: of a compressed region, how many tokens share one cell.
+    ``interleave``: which tokens the rank keeps, where it does not keep all.
     """
 
     layer: str
@@ -117,6 +123,17 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     is_draft: bool | msgspec.UnsetType = msgspec.UNSET
     cell_tokens: int | msgspec.UnsetType = msgspec.UNSET
     is_chunk: bool | msgspec.UnsetType = msgspec.UNSET
+    interleave: Interleave | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def kept(self) -> Interleave:
+        """Which tokens of a request the rank keeps."""
+        return self.interleave or WHOLE
+
+    @property
+    def table_tokens(self) -> int:
+        """Tokens of a request for which a block stands in its table."""
+        return self.block_tokens * self.kept.size
 
     @property
     def is_state(self) -> bool:
@@ -229,6 +246,8 @@ def check_region(region: Region, memory_nbytes: int) -> None:
         _check_state(region, region.state_tokens, name)
     if not isinstance(region.cell_tokens, msgspec.UnsetType):
         _check_cells(region, region.cell_tokens, name)
+    if region.interleave:
+        _check_interleave(region, region.interleave, name)
     if region.elements and len(region.elements.scales) not in (0, 1, region.num_heads):
         raise ValueError(
             f"{name}: scales: expected none, one or one for each of {region.num_heads} heads, got "
@@ -304,6 +323,21 @@ def _check_state(region: Region, state_tokens: int, name: str) -> None:
         raise ValueError(
             f"{name}: expected a state with interior plain and no elements to cast, got interior "
             f"{region.interior.value} and {region.elements}"
+        )
+
+
+def _check_interleave(region: Region, interleave: Interleave, name: str) -> None:
+    if interleave.index >= interleave.size or region.block_tokens % interleave.run:
+        raise ValueError(
+            f"{name}: interleave: expected an index below its size, and runs that fill blocks of "
+            f"{region.block_tokens} tokens, got {interleave}"
+        )
+    if region.window is not None or region.is_state or region.cell_tokens:
+        kept = "a state" if region.is_state else f"a window of {region.window} tokens"
+        if region.cell_tokens:
+            kept = f"cells of {region.cell_tokens} tokens"
+        raise ValueError(
+            f"{name}: interleave: expected none where a layer keeps {kept}, got {interleave}"
         )
 
 

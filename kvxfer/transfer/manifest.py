@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvxfer.errors import IncompatiblePeer
+from kvxfer.transfer.interleave import MAX_PERIOD
 from kvxfer.transfer.layout import MAX_NBYTES, Region, check_region
 from kvxfer.transfer.windows import group_keepings
 
@@ -91,7 +92,8 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that must agree between two engines. Unknown is "" and never equals anything.
+    """Everything that must agree between two engines, but for the sizes of context parallelism,
+    which tell how many ranks share the tokens. Unknown is "" and never equals anything.
 
     ``attention``: what each layer looks at and whose KV it uses, in one word where all layers look
     at all tokens and have their own (the default), else a text that two engines of the same model
@@ -231,6 +233,24 @@ def _rank_problems(manifest: EngineManifest) -> Iterator[str]:
         group_keepings(region for entry in manifest.ranks for region in entry.regions)
     except ValueError as e:
         yield str(e)
+    yield from _interleave_problems(manifest)
+
+
+def _interleave_problems(manifest: EngineManifest) -> Iterator[str]:
+    """Ranks of one context parallel group take their tokens in turns, all in the same runs."""
+    size = manifest.facts.dcp_size * manifest.facts.pcp_size
+    runs: dict[tuple[str, str], int] = {}
+    for entry in manifest.ranks:
+        for region in entry.regions:
+            name = f"rank {entry.rank}: region {region.layer}/{region.plane}: interleave"
+            kept = region.kept
+            if kept.size not in (1, size) or kept.period > MAX_PERIOD:
+                yield (
+                    f"{name}: expected the {size} ranks of dcp_size x pcp_size and at most "
+                    f"{MAX_PERIOD} tokens of all, got {kept}"
+                )
+            if runs.setdefault((region.layer, region.plane), kept.period) != kept.period:
+                yield f"{name}: expected runs as on the ranks before, got {kept}"
 
 
 def _region_problems(

@@ -12,14 +12,16 @@ rule.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from kvxfer.errors import IncompatiblePeer
+from kvxfer.errors import IncompatiblePeer, ProtocolError
 from kvxfer.transfer.casts import Values, cast_problem, is_cast, scale_problem, scales_of
+from kvxfer.transfer.interleave import WHOLE, Interleave, Shared, Stripe, shared, unit_tokens
 from kvxfer.transfer.layout import Interior, Region, join_planes, same_bytes
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.windows import Keeping
@@ -124,7 +126,8 @@ class AnySide(msgspec.Struct, frozen=True, kw_only=True):
 class Side(AnySide, frozen=True, kw_only=True):
     """One side of a geometry class: one tile, many regions. ``window``, ``is_chunk``: what the
     group keeps; ``state_tokens``: as the regions have it, 0 where they keep tokens;
-    ``cell_tokens``: how many tokens of the request each token of the tile stands for.
+    ``cell_tokens``: how many tokens of the request each token of the tile stands for. ``stripe``:
+    where the rank keeps tokens between those that move; then the tile's blocks are its units.
     """
 
     group: int
@@ -134,12 +137,15 @@ class Side(AnySide, frozen=True, kw_only=True):
     cell_tokens: int = 1
     is_chunk: bool = False
     scale: Side | None = None
+    stripe: Stripe | None = None
 
     @property
     def keeping(self) -> Keeping:
         if self.state_tokens:
             return Keeping(self.state_tokens, is_state=True)
         block_tokens = self.tile.block_tokens * self.cell_tokens
+        if self.stripe:
+            block_tokens = self.stripe.block_tokens * self.stripe.kept.size
         return Keeping(block_tokens, self.window, is_chunk=self.is_chunk)
 
 
@@ -155,6 +161,9 @@ class PullClass(msgspec.Struct, frozen=True, kw_only=True):
     ``cast``: to what the source casts its elements before they travel. ``state_of``: a state after
     so many tokens is asked for, and ``[token_lo, token_hi)`` are the steps of its one block.
     ``cell_tokens``: so many tokens share one cell, and ``[token_lo, token_hi)`` are cells.
+
+    ``interleaves``: of source and sink, where either keeps only some tokens. Then tokens are
+    counted as :class:`Shared` does.
     """
 
     regions: tuple[RegionName, ...]
@@ -167,16 +176,25 @@ class PullClass(msgspec.Struct, frozen=True, kw_only=True):
     cast: Values | msgspec.UnsetType = msgspec.UNSET
     state_of: int | msgspec.UnsetType = msgspec.UNSET
     cell_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    interleaves: tuple[Interleave, Interleave] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def is_state(self) -> bool:
         return self.state_of is not msgspec.UNSET
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """The tokens of the request that are asked for, of what keeps tokens."""
-        each = self.cell_tokens or 1
-        return self.token_lo * each, self.token_hi * each
+    def count(self, num_tokens: int) -> int:
+        """How many of a request's first tokens count in this class; or cells that are full."""
+        tokens = shared(*self.interleaves) if self.interleaves else None
+        if tokens is None:
+            return num_tokens // (self.cell_tokens or 1)
+        return tokens.count(num_tokens)
+
+    def token(self, number: int) -> int:
+        """The request's token that is the ``number``-th of them; or the last of that cell."""
+        tokens = shared(*self.interleaves) if self.interleaves else None
+        if tokens is None:
+            return (number + 1) * (self.cell_tokens or 1) - 1
+        return tokens.token(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +207,7 @@ class CopyClass:
     source: Side
     sink: Side
     interior: Interior = Interior.PLAIN
+    interleaves: tuple[Interleave, Interleave] | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +273,10 @@ class _Pair:
     source_scale: Region | None = None
     sink_scale: Region | None = None
 
+    @property
+    def interleaves(self) -> tuple[Interleave, Interleave] | msgspec.UnsetType:
+        return interleaves_of(self.source, self.sink)
+
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
@@ -269,9 +292,9 @@ _Holders = dict[tuple[str, str], list[_Holder]]
 def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     """Who sends what to whom between two compatible engines whose manifests are valid.
 
-    Every head of every plane that a sink rank holds comes from exactly one source rank, once per
-    set of layers that share their memory; but for a draft's where the source has none. Every source
-    rank has at least one consumer, by a null route where nothing is wanted from it.
+    Every head and token of every plane that a sink rank holds comes from exactly one source rank,
+    once per set of layers that share their memory; but for a draft's where the source has none.
+    Every source rank has at least one consumer, by a null route where nothing is wanted from it.
 
     Raises IncompatiblePeer that names the layers, planes and heads that the source does not have,
     and those whose bytes cannot be converted.
@@ -279,7 +302,6 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     holders, takers = _holders(source), _holders(sink)
     made = _made_planes(holders, takers)
     is_one_type = _type_of(source) == _type_of(sink)
-    by_tp = max(source.facts.dcp_size, source.facts.pcp_size) > 1
     pairs: dict[tuple[RankId, RankId], list[_Pair]] = {}
     problems: dict[str, None] = {}
     empty: dict[str, None] = {}
@@ -292,13 +314,10 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
             if name not in holders and all(region.is_draft for region in aliases):
                 empty[region.layer] = None
                 continue
-            givers = holders.get(name, [])
-            if by_tp:  # each rank holds its own interleaved tokens
-                givers = [giver for giver in givers if giver.rank.tp == entry.rank.tp]
             taker = _Holder(entry.rank, region)
-            for giver, lo, hi in _cover(taker, givers, takers[name]):
+            for giver, lo, hi, tokens in _cover(taker, holders.get(name, []), takers[name]):
                 if giver is None:
-                    problems[f"{_heads(region, lo, hi)}: no source rank holds it"] = None
+                    problems[f"{_heads(region, lo, hi)}: no source rank holds {tokens}"] = None
                     continue
                 pair = _Pair((region.plane,), lo, hi, giver.region, region)
                 if is_cast(giver.region, region, lo, hi):
@@ -313,10 +332,10 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
                 else:
                     pairs.setdefault((giver.rank, entry.rank), []).append(pair)
     if problems:
-        shown = list(problems)[:_SHOWN_PROBLEMS]
-        more = f"; and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+        first = list(problems)[:_SHOWN_PROBLEMS]
+        more = f"; and {len(problems) - len(first)} more" if len(problems) > len(first) else ""
         raise IncompatiblePeer(
-            f"plan from engine {source.engine_id} to {sink.engine_id}: {'; '.join(shown)}{more}"
+            f"plan from engine {source.engine_id} to {sink.engine_id}: {'; '.join(first)}{more}"
         )
     routes = [Route(*ranks, _classes(_joined(members))) for ranks, members in pairs.items()]
     routes += _null_routes(source, sink, {source_rank for source_rank, _ in pairs})
@@ -375,6 +394,24 @@ def _aliases(regions: Sequence[Region]) -> list[list[Region]]:
 
 def _cover(
     taker: _Holder, givers: Sequence[_Holder], takers: Sequence[_Holder]
+) -> Iterator[tuple[_Holder | None, int, int, str]]:
+    """Split what the taker keeps into parts, by tokens and then by heads, and give each a source
+    rank; None where there is none. In words: which tokens.
+    """
+    like = givers[0].region.kept if givers else WHOLE
+    for index in range(like.size):
+        kept = Interleave(like.size, index, like.run)
+        if shared(kept, taker.region.kept) is None:
+            continue
+        holding = [h for h in givers if h.region.kept == kept]
+        wanting = [h for h in takers if shared(kept, h.region.kept) is not None]
+        tokens = "it" if kept == WHOLE else f"the tokens of {kept}"
+        for giver, lo, hi in _cover_heads(taker, holding, wanting):
+            yield giver, lo, hi, tokens
+
+
+def _cover_heads(
+    taker: _Holder, givers: Sequence[_Holder], takers: Sequence[_Holder]
 ) -> Iterator[tuple[_Holder | None, int, int]]:
     """Split the taker's heads into ranges and give each a source rank; None where there is none.
 
@@ -431,9 +468,11 @@ def _inconvertible(pair: _Pair, *, is_one_type: bool) -> str | None:
         return f"source keeps {kept[0]}, sink {kept[1]}"
     if source.is_state and source.block_tokens != sink.block_tokens:
         return f"source has a state of {source.block_tokens} steps, sink of {sink.block_tokens}"
+    if problem := _unspreadable(pair):
+        return problem
     if source.cell_tokens != sink.cell_tokens:
-        shared = [region.cell_tokens or 1 for region in (source, sink)]
-        return f"source has cells of {shared[0]} tokens, sink of {shared[1]}"
+        sizes = [region.cell_tokens or 1 for region in (source, sink)]
+        return f"source has cells of {sizes[0]} tokens, sink of {sizes[1]}"
     if pair.is_cast:
         return cast_problem(source, sink) or next(
             (
@@ -471,6 +510,19 @@ def _inconvertible(pair: _Pair, *, is_one_type: bool) -> str | None:
             "opaque blocks move whole: expected equal blocks without gaps, got strides of head and "
             f"token {strides[0]} at the source, {strides[1]} at the sink"
         )
+    return None
+
+
+def _unspreadable(pair: _Pair) -> str | None:
+    """Why tokens cannot move between unequal interleaves."""
+    source, sink = pair.source, pair.sink
+    if source.kept == sink.kept:
+        return None
+    how = f"source keeps tokens of {source.kept}, sink of {sink.kept}"
+    if sink.interior is not Interior.PLAIN:
+        return f"opaque blocks move whole: {how}"
+    if pair.source_scale or pair.sink_scale:
+        return f"what has a scale of each token is cast between equal ranks only: {how}"
     return None
 
 
@@ -515,6 +567,7 @@ def _classes(pairs: Sequence[_Pair]) -> tuple[CopyClass, ...]:
             pair.head_lo,
             pair.head_hi,
             pair.sink.interior,
+            pair.interleaves,
         )
         found.setdefault(key, []).append((pair, source, sink))
     classes = [_class(members) for members in found.values()]
@@ -525,20 +578,21 @@ def geometry_of(side: Side) -> tuple[object, ...]:
     """What all regions of a class have in common at one side."""
     dtype = side.values.dtype if side.values else ""
     scale_tile = side.scale.tile if side.scale else None
-    return side.tile, side.group, side.keeping, side.cell_tokens, dtype, scale_tile
+    kept = side.group, side.keeping, side.cell_tokens, side.stripe
+    return side.tile, *kept, dtype, scale_tile
 
 
 def _sides(pair: _Pair) -> tuple[Side, Side]:
-    lo, hi = pair.head_lo, pair.head_hi
+    heads, tokens = (pair.head_lo, pair.head_hi), shared_by(pair.interleaves)
     if pair.is_cast:
         return (
-            cast_side(pair.source, lo, hi, pair.source_scale),
-            cast_side(pair.sink, lo, hi, pair.sink_scale),
+            cast_side(pair.source, *heads, pair.source_scale, tokens),
+            cast_side(pair.sink, *heads, pair.sink_scale, tokens),
         )
     channel_nbytes = _channel_nbytes(pair.source) or _channel_nbytes(pair.sink)
     return (
-        plain_side(pair.source, lo, hi, channel_nbytes),
-        plain_side(pair.sink, lo, hi, channel_nbytes),
+        plain_side(pair.source, *heads, channel_nbytes, tokens),
+        plain_side(pair.sink, *heads, channel_nbytes, tokens),
     )
 
 
@@ -560,29 +614,96 @@ def _class(members: Sequence[tuple[_Pair, Side, Side]]) -> CopyClass:
         source=source,
         sink=sink,
         interior=first.sink.interior,
+        interleaves=first.interleaves,
     )
 
 
-def plain_side(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 0) -> Side:
-    """One region, of which bytes are moved. ``channel_nbytes``: as :func:`side_tile` has it."""
+def interleaves_of(
+    source: Region, sink: Region
+) -> tuple[Interleave, Interleave] | msgspec.UnsetType:
+    """As a Pull says them."""
+    return (source.kept, sink.kept) if source.interleave or sink.interleave else msgspec.UNSET
+
+
+def shared_by(interleaves: tuple[Interleave, Interleave] | msgspec.UnsetType) -> Shared | None:
+    """The tokens of a class; None: all. Raises ProtocolError for none."""
+    if not interleaves:
+        return None
+    found = shared(*interleaves)
+    if found is None:
+        raise ProtocolError(f"interleave: expected tokens that both keep, got {interleaves}")
+    return found
+
+
+def plain_side(
+    region: Region,
+    head_lo: int,
+    head_hi: int,
+    channel_nbytes: int = 0,
+    tokens: Shared | None = None,
+) -> Side:
+    """One region, of which bytes are moved. ``channel_nbytes``: as :func:`side_tile` has it;
+    ``tokens``: those that move, if not all.
+    """
+    tile = side_tile(region, head_lo, head_hi, channel_nbytes)
+    unit = unit_tokens(region.kept, tokens, tile.kernel_tokens) if tokens else None
+    stripe = None
+    if tokens and unit:
+        tile, stripe = _striped(tile, region.kept, tokens, unit)
     return Side(
         group=region.group,
-        tile=side_tile(region, head_lo, head_hi, channel_nbytes),
+        tile=tile,
         bases=(side_base(region, head_lo),),
         window=region.window,
         state_tokens=region.state_tokens or 0,
         cell_tokens=region.cell_tokens or 1,
         is_chunk=region.is_chunk is True,
+        stripe=stripe,
     )
 
 
-def cast_side(region: Region, head_lo: int, head_hi: int, scale: Region | None) -> Side:
+def _striped(tile: Tile, kept: Interleave, tokens: Shared, unit: int) -> tuple[Tile, Stripe]:
+    """The same bytes as blocks of one unit each; they end where the pool's blocks do."""
+    num_kernel_blocks = tile.num_blocks * (tile.block_tokens // tile.kernel_tokens)
+    granule, last_nbytes = tile.stride_block, 0
+    if unit < tile.kernel_tokens:
+        granule = math.gcd(granule, unit * tile.stride_token)
+        last_nbytes = (tile.kernel_tokens - unit) * tile.stride_token
+    stripe = Stripe(
+        kept=kept,
+        tokens=tokens,
+        unit_tokens=unit,
+        granule_nbytes=granule,
+        block_tokens=tile.block_tokens,
+        kernel_tokens=tile.kernel_tokens,
+        num_blocks=tile.num_blocks,
+        stride_block=tile.stride_block,
+        stride_token=tile.stride_token,
+    )
+    last_unit = ((num_kernel_blocks - 1) * tile.stride_block + last_nbytes) // granule
+    of_units = msgspec.structs.replace(
+        tile,
+        block_tokens=unit,
+        kernel_tokens=unit,
+        num_blocks=last_unit + 1,
+        stride_block=granule,
+    )
+    return of_units, stripe
+
+
+def cast_side(
+    region: Region,
+    head_lo: int,
+    head_hi: int,
+    scale: Region | None,
+    tokens: Shared | None = None,
+) -> Side:
     """One region whose elements are cast; ``scale``: the plane of its scales of each token."""
     elements = region.elements
     assert elements
     scales = (scales_of(region, elements, head_lo, head_hi),) if scale is None else ()
     return msgspec.structs.replace(
-        plain_side(region, head_lo, head_hi),
+        plain_side(region, head_lo, head_hi, tokens=tokens),
         values=Values(elements.dtype, scales),
         scale=None if scale is None else plain_side(scale, head_lo, head_hi),
     )

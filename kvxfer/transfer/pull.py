@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.casts import cast_nbytes, elements_problem, scale_problem
+from kvxfer.transfer.interleave import WHOLE
 from kvxfer.transfer.layout import Interior, Region, join_planes
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import (
@@ -28,6 +29,7 @@ from kvxfer.transfer.plan import (
     geometry_of,
     join_sides,
     plain_side,
+    shared_by,
 )
 
 MAX_CHUNK_NBYTES = 64 << 20
@@ -114,26 +116,28 @@ def check_ids(side: Side, block_ids: Sequence[int], token_lo: int, token_hi: int
     ``block_ids``: of the side's group, positional from the request's first token, -1 for none.
     Raises BlockIdsError (a ProtocolError and a ValueError) that names the position.
     """
-    tile = side.tile
     if not 0 <= token_lo <= token_hi:
         raise BlockIdsError(f"span: expected 0 <= lo <= hi, got [{token_lo}, {token_hi})")
     if token_lo == token_hi:
         return
-    first, end = token_lo // tile.block_tokens, -(-token_hi // tile.block_tokens)
+    pool = side.stripe or side.tile
+    first, end = token_lo // pool.block_tokens, -(-token_hi // pool.block_tokens)
+    if side.stripe:
+        first, end = side.stripe.blocks(token_lo, token_hi)
     if end > len(block_ids):
         raise BlockIdsError(
             f"block ids of group {side.group}: expected at least {end} for {token_hi} tokens in "
-            f"blocks of {tile.block_tokens}, got {len(block_ids)}"
+            f"blocks of {pool.block_tokens}, got {len(block_ids)}"
         )
     needed = block_ids[first:end]
-    if min(needed) >= 0 and max(needed) < tile.num_blocks:
+    if min(needed) >= 0 and max(needed) < pool.num_blocks:
         return
     position = next(
-        index for index, block in enumerate(needed, first) if not 0 <= block < tile.num_blocks
+        index for index, block in enumerate(needed, first) if not 0 <= block < pool.num_blocks
     )
     raise BlockIdsError(
         f"block ids of group {side.group}: position {position}: "
-        f"expected 0 to {tile.num_blocks - 1}, got {block_ids[position]}"
+        f"expected 0 to {pool.num_blocks - 1}, got {block_ids[position]}"
         + (", no block" if block_ids[position] == -1 else "")
     )
 
@@ -160,6 +164,8 @@ def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
     # A cell that begins before the span has no last token there, so the sink has not made it.
     cell_tokens = copy_class.sink.cell_tokens
     lo, hi = lo // cell_tokens, hi // cell_tokens
+    if tokens := shared_by(copy_class.interleaves):
+        lo, hi = tokens.count(lo), tokens.count(hi)
     if copy_class.interior is Interior.OPAQUE and lo < hi:
         if lo % tile.block_tokens:
             raise ValueError(
@@ -179,16 +185,19 @@ def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
         cast=chunk if chunk is not None and copy_class.source.is_cast else UNSET,
         state_of=state_of,
         cell_tokens=cell_tokens if cell_tokens > 1 else UNSET,
+        interleaves=copy_class.interleaves,
     )
 
 
-def open_to(asked: PullClass, open_tokens: int) -> int:
+def open_to(asked: PullClass, open_tokens: int, whole: int = 1) -> int:
     """Where the part of a class ends that is there with so many tokens of an offer, ALL: with all
-    of them. A state is there with the last one.
+    of them. A state is there with the last one, and a block that moves ``whole`` when it is full.
     """
     if asked.is_state and open_tokens < ALL:
         return asked.token_lo
-    return max(asked.token_lo, min(asked.token_hi, open_tokens // (asked.cell_tokens or 1)))
+    if open_tokens < ALL:
+        open_tokens = asked.count(open_tokens) // whole * whole
+    return max(asked.token_lo, min(asked.token_hi, open_tokens))
 
 
 def _resolve(
@@ -205,7 +214,8 @@ def _resolve(
             sides.append(_cast_side(_name(where, name), regions, region, wanted))
         else:
             channel_nbytes = wanted.order.channel_nbytes
-            sides.append(plain_side(region, wanted.head_lo, wanted.head_hi, channel_nbytes))
+            tokens = shared_by(wanted.interleaves)
+            sides.append(plain_side(region, wanted.head_lo, wanted.head_hi, channel_nbytes, tokens))
         if geometry_of(sides[-1]) != geometry_of(sides[0]):
             raise ProtocolError(
                 f"{where}: expected regions of one geometry and group, "
@@ -229,6 +239,8 @@ def _cast_side(
     problem = elements_problem("source", region)
     if elements.scale_plane:
         problem = problem or scale_problem("source", region, scale)
+        if wanted.interleaves and wanted.interleaves[0] != wanted.interleaves[1]:
+            problem = "expected equal interleaves of what has a scale of each token"
     num_heads, num_scales = wanted.head_hi - wanted.head_lo, {len(each) for each in cast.scales}
     if cast.scales and (
         len(cast.scales) != len(wanted.regions) or not num_scales <= {1, num_heads}
@@ -241,7 +253,8 @@ def _cast_side(
         problem = f"expected a chunk token by token, got {wanted.order}"
     if problem:
         raise ProtocolError(f"{where}: cast: {problem}")
-    return cast_side(region, wanted.head_lo, wanted.head_hi, scale)
+    tokens = shared_by(wanted.interleaves)
+    return cast_side(region, wanted.head_lo, wanted.head_hi, scale, tokens)
 
 
 def _name(where: str, name: RegionName) -> str:
@@ -320,6 +333,11 @@ def _check_channels(where: str, wanted: PullClass) -> None:
 
 
 def _check_against(name: str, region: Region, wanted: PullClass) -> None:
+    kept = wanted.interleaves[0] if wanted.interleaves else WHOLE
+    if kept != region.kept:
+        raise ProtocolError(
+            f"{name}: interleaves: expected {region.kept} of the source, got {kept}"
+        )
     if wanted.head_lo < region.head_lo or wanted.head_hi > region.head_hi:
         raise ProtocolError(
             f"{name}: heads: expected within [{region.head_lo}, {region.head_hi}), "
@@ -344,6 +362,11 @@ def _check_against(name: str, region: Region, wanted: PullClass) -> None:
         )
     if region.interior is Interior.PLAIN:
         return
+    if wanted.interleaves and wanted.interleaves[1] != region.kept:
+        raise ProtocolError(
+            f"{name}: opaque blocks move whole: expected {region.kept} of the sink, got "
+            f"{wanted.interleaves[1]}"
+        )
     heads = (wanted.head_lo, wanted.head_hi)
     if heads != (region.head_lo, region.head_hi):
         raise ProtocolError(f"{name}: opaque blocks move whole: expected all heads, got {heads}")

@@ -176,7 +176,7 @@ def may_clip(sink: Keeping, source: Keeping) -> bool:
 def keeping_of(region: Region) -> Keeping:
     if isinstance(region.state_tokens, UnsetType):
         is_chunk = region.is_chunk is True
-        return Keeping(region.block_tokens, region.window, is_chunk=is_chunk)
+        return Keeping(region.table_tokens, region.window, is_chunk=is_chunk)
     return Keeping(region.state_tokens, is_state=True)
 
 

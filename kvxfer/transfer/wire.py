@@ -1,4 +1,4 @@
-"""The control messages, versions 1 and 2: msgspec tagged structs in msgpack. Never pickle.
+"""The control messages, versions 1 to 3: msgspec tagged structs in msgpack. Never pickle.
 
 Unknown fields are ignored, unknown tags refused. A golden file beside the tests guards the
 encoding. ``docs/protocol.md`` explains who sends what when.
@@ -12,21 +12,29 @@ whole :class:`OfferRef` (this offer in this life of the source). A sink takes on
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Annotated, Final, TypeVar
 
 import msgspec
 
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import MAX_RANKS, EngineManifest, RankId
 from kvxfer.transfer.plan import PullClass
 
 PROTOCOL_MIN: Final = 1
-PROTOCOL_MAX: Final = 2
+PROTOCOL_MAX: Final = 3
 GROWING: Final = 2
 """The first version in which offers grow, and are found by their requests' ids."""
 STATES: Final = 2
 """The first version in which regions may be states: an engine that has some speaks no earlier one.
 """
+INTERLEAVES: Final = 3
+"""The first version in which ranks may keep only some tokens: an engine where they do speaks no
+earlier one.
+"""
+CELLS: Final = 3
+"""The first version in which tokens may share a cell, likewise."""
 BIND_TOKENS: Final = "bind_tokens"
 """The capability of an engine that compares digests of the token ids before it gives any KV."""
 VERIFY: Final = "verify"
@@ -40,6 +48,19 @@ MAX_KEPT: Final = 4096
 """Offers in one Keep: about 360 KB."""
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+
+
+def first_protocol(regions: Iterable[Region]) -> int:
+    """The first version that an engine with these regions speaks."""
+    return max(map(_first_protocol, regions), default=PROTOCOL_MIN)
+
+
+def _first_protocol(region: Region) -> int:
+    if region.interleave:
+        return INTERLEAVES
+    if region.cell_tokens:
+        return CELLS
+    return STATES if region.is_state else PROTOCOL_MIN
 
 
 class Reason(enum.StrEnum):

@@ -32,6 +32,7 @@ from kvxfer.tensors.device_copy import (
 )
 from kvxfer.tensors.device_launch import Event
 from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory
+from kvxfer.tensors.strided_index import all_side_ids
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.manifest import CudaIpcHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass
@@ -309,17 +310,20 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         self, request: ReadRequest, attached: Attached[MappedMemory]
     ) -> list[Iterator[Launched]]:
         """Of each class that is read; all is checked at once. Raises ValueError."""
-        source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
-        sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
+        classes = request.classes
+        source_ids = all_side_ids((each.source for each in classes), request.source_ids)
+        sink_ids = all_side_ids((each.sink for each in classes), request.sink_ids)
         return [
             self._copier.launches(
                 self._bind(attached, copy_class),
-                source_ids[copy_class.source.group],
-                sink_ids[copy_class.sink.group],
+                given,
+                taken,
                 (pull.token_lo, pull.token_hi),
                 stream=self._stream,
             )
-            for copy_class, pull in zip(request.classes, request.pull_classes, strict=True)
+            for copy_class, pull, given, taken in zip(
+                classes, request.pull_classes, source_ids, sink_ids, strict=True
+            )
             if pull.token_lo < pull.token_hi
         ]
 

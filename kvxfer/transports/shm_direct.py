@@ -21,6 +21,7 @@ from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import MappedPool, open_shared
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
+from kvxfer.tensors.strided_index import all_side_ids
 from kvxfer.transfer.costs import fit_costs
 from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
@@ -115,16 +116,19 @@ class _Read(CopyJob):
     def _copy(self, source: tuple[Tensor, ...]) -> Iterator[None]:
         """Runs on the copy thread, or at once."""
         request = self.request
-        source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
-        sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
-        for copy_class, pull in zip(request.classes, request.pull_classes, strict=True):
+        classes = request.classes
+        source_ids = all_side_ids((each.source for each in classes), request.source_ids)
+        sink_ids = all_side_ids((each.sink for each in classes), request.sink_ids)
+        for copy_class, pull, given, taken in zip(
+            classes, request.pull_classes, source_ids, sink_ids, strict=True
+        ):
             for tokens in job_spans(copy_class, pull):
                 self.nbytes += strided_copy(
                     source,
                     self._sink,
                     copy_class,
-                    source_ids[copy_class.source.group],
-                    sink_ids[copy_class.sink.group],
+                    given,
+                    taken,
                     tokens,
                     scratch=self._own.scratch,
                     stop=self._is_cancelled,

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-import numpy as np
 import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.tensors.strided_index import all_side_ids
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging, StagingBounds
 from kvxfer.transfer.manifest import RankManifest
@@ -78,7 +78,7 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A read that has not ended."""
+    """A read that has not ended. ``sink_ids``: of each class."""
 
     request: ReadRequest
     link: Link
@@ -228,7 +228,7 @@ class StreamSink(ReceivingSink):
             )
             self._completions.tell(ReadBroke(key, Reason.PLAN, detail))
             return
-        ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
+        ids = all_side_ids((each.sink for each in request.classes), request.sink_ids)
         self._reading[key] = _Reading(request, link, ids)
         link.reads.begin(key, chunks)
         self._say(link, Expect(key.nonce, key.incarnation, key.sink_rank))
@@ -451,9 +451,10 @@ class StreamSink(ReceivingSink):
 
     def _unpack(self, link: Link, action: Unpack) -> None:
         reading, slot = self._reading[action.key], action.slot
-        side = reading.request.classes[action.chunk.class_index].sink
+        number = action.chunk.class_index
+        side, ids = reading.request.classes[number].sink, reading.sink_ids[number]
         job = link.jobs[slot] = ChunkJob(
-            *(link, action.key, action.chunk, slot, side, reading.sink_ids[side.group]),
+            *(link, action.key, action.chunk, slot, side, ids),
             dense=link.lane.payload(slot),
             after=reading.request.after,
         )

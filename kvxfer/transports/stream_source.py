@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import numpy as np
 import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
+from kvxfer.tensors.strided_index import all_side_ids
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.plan import Chunk
 from kvxfer.transfer.wire import Reason
@@ -80,8 +80,8 @@ BEHIND_NBYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One that has not ended. ``connection``: whose sink has named it. Block ids are there of the
-    tokens before ``open_tokens``.
+    """One that has not ended. ``connection``: whose sink has named it. ``block_ids``: of each
+    class, those of the tokens before ``open_tokens``.
     """
 
     request: SendRequest
@@ -184,7 +184,7 @@ class StreamSource(SendingSource):
         if not chunks:
             self._completions.tell(Sent(request.key, 0))
             return
-        ids = _as_arrays(request.block_ids)
+        ids = all_side_ids(request.sides, request.block_ids)
         transfer = _Transfer(request, chunks, ids, request.open_tokens)
         self._transfers[request.key] = transfer
         connection = self._connections.of_read(transfer.name)
@@ -198,7 +198,8 @@ class StreamSource(SendingSource):
         transfer = self._transfers.get(key)
         if transfer is None:
             return
-        transfer.block_ids, transfer.open_tokens = _as_arrays(block_ids), open_tokens
+        transfer.block_ids = all_side_ids(transfer.request.sides, block_ids)
+        transfer.open_tokens = open_tokens
         if transfer.connection is not None:
             transfer.connection.sends.grow(key, open_tokens)
             self._pump(transfer.connection)
@@ -287,12 +288,13 @@ class StreamSource(SendingSource):
 
     def _pack(self, connection: Connection, fill: Fill) -> None:
         transfer, chunk = self._transfers[fill.key], fill.chunk
-        side = transfer.request.sides[chunk.class_index]
+        number = chunk.class_index
+        side, ids = transfer.request.sides[number], transfer.block_ids[number]
         connection.trial_slots.pop(fill.slot, None)
         job = connection.jobs[fill.slot] = ChunkJob(
-            *(connection, fill.key, chunk, fill.slot, side, transfer.block_ids[side.group]),
+            *(connection, fill.key, chunk, fill.slot, side, ids),
             dense=connection.lane,
-            order=transfer.request.classes[chunk.class_index].order,
+            order=transfer.request.classes[number].order,
         )
         self._packer.submit(job)
         # What was packed at once leaves before the next one is begun.
@@ -624,10 +626,6 @@ class StreamSource(SendingSource):
             if identity != connection.identity:
                 self._refuse(connection.identity, "one of its streams has ended; attach anew")
             self._lose(connection)
-
-
-def _as_arrays(block_ids: Sequence[Sequence[int]]) -> list[Ids]:
-    return [np.asarray(ids, dtype=np.int64) for ids in block_ids]
 
 
 def _decode(frames: list[zmq.Frame]) -> ToSource:

@@ -307,7 +307,12 @@ def test_an_engine_that_is_needed_and_goes_ends_the_run() -> None:
 
 
 def lose_prefill(
-    policy: OnLoadFailure, come_back_s: float, restart_s: float | None
+    policy: OnLoadFailure,
+    come_back_s: float,
+    restart_s: float | None,
+    give: Answer = prefill,
+    second: Scripted | None = None,
+    dispatch: Dispatch = Dispatch.IN_TURN,
 ) -> list[Result]:
     """The prefill engine answers the first request, takes the second, and goes."""
     port = free_port()
@@ -315,7 +320,7 @@ def lose_prefill(
 
     def once(request: Generate) -> list[ToClient]:
         answered.append(request.request_id)
-        return prefill(request) if len(answered) == 1 else []
+        return give(request) if len(answered) == 1 else []
 
     first, again = Scripted(once, port=port), []
 
@@ -325,15 +330,15 @@ def lose_prefill(
         first.stop()
         if restart_s is not None:
             time.sleep(restart_s)
-            again.append(Scripted(prefill, port=port))
+            again.append(Scripted(give, port=port))
 
     thread = threading.Thread(target=restart)
     thread.start()
     try:
-        with engines(first, Scripted(decode)) as clients:
-            link = RunEngine(clients[0], come_back_s=come_back_s)
-            results = run(work(4, in_flight=1), [link, RunEngine(clients[1])], policy=policy)
-            link.client.close()
+        with engines(first, second or Scripted(decode)) as clients:
+            links = [RunEngine(clients[0], come_back_s=come_back_s), RunEngine(clients[1])]
+            results = run(work(4, in_flight=1), links, policy=policy, dispatch=dispatch)
+            links[0].client.close()
     finally:
         thread.join()
         for engine in again:
@@ -433,3 +438,68 @@ def test_together_decode_may_be_the_first_to_have_said_all() -> None:
             work(6), [RunEngine(client) for client in clients], dispatch=Dispatch.TOGETHER
         )
     assert [(r.failure, len(r.token_ids)) for r in results] == [(None, 3)] * 6
+
+
+def test_together_an_engine_that_has_come_back_is_learned_anew() -> None:
+    """What it said in its last life leads decode to nobody."""
+    num_early: list[str | None] = []
+
+    def take(request: Generate) -> list[ToClient]:
+        num_early.append(asked_early(request))
+        is_in_vain = bool(num_early[-1]) and len(num_early) == 2
+        return [tokens(request)[0]] if is_in_vain else decode(request)
+
+    results = lose_prefill(
+        OnLoadFailure.RECOMPUTE,
+        come_back_s=20,
+        restart_s=0.1,
+        give=offer,
+        second=Scripted(take, aborted=aborted),
+        dispatch=Dispatch.TOGETHER,
+    )
+    assert [r.failure for r in results] == [None, "prefill_lost", None, None]
+    # The second one is asked again; the third teaches
+    assert [name is not None for name in num_early] == [False, True, False, False, True]
+
+
+def test_together_an_answer_without_an_offer_changes_nothing_behind_decodes() -> None:
+    def give(request: Generate) -> list[ToClient]:
+        return decode(request) if asked_early(request) else offer(request)
+
+    first, second = Scripted(give, delay_s=0.05), Scripted(decode)
+    with engines(first, second) as clients:
+        links = [RunEngine(client) for client in clients]
+        results = run(work(2, in_flight=1), links, dispatch=Dispatch.TOGETHER)
+    assert [(r.failure, len(r.token_ids)) for r in results] == [(None, 3)] * 2
+    assert len(second.heard) == 2
+
+
+def test_a_prefill_engine_that_goes_takes_only_what_it_had_not_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_lost = threading.Event()
+    lost = Replay._lost
+
+    def lose(self: Replay, engine: RunEngine) -> None:
+        lost(self, engine)
+        is_lost.set()
+
+    monkeypatch.setattr(Replay, "_lost", lose)
+    answered: list[str] = []
+
+    def once(request: Generate) -> list[ToClient]:
+        answered.append(request.request_id)
+        return prefill(request) if len(answered) == 1 else []
+
+    def take(request: Generate) -> list[ToClient]:
+        going.start()
+        assert is_lost.wait(20)
+        return decode(request)
+
+    first = Scripted(once)
+    going = threading.Thread(target=first.stop)
+    with engines(first, Scripted(take)) as clients:
+        links = [RunEngine(clients[0], come_back_s=20), RunEngine(clients[1])]
+        results = run(work(2), links, policy=OnLoadFailure.FAIL)
+        going.join()
+    assert [r.failure for r in results] == [None, "prefill_lost"]

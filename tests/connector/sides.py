@@ -42,12 +42,12 @@ class Request:
 
 
 def first_blocks(shape: EngineShape, table: Table, num_tokens: int) -> Table:
-    return tuple(ids[: -(-num_tokens // shape.block_tokens)] for ids in table)
+    return tuple(ids[: -(-num_tokens // shape.table_tokens)] for ids in table)
 
 
 def table_of(shape: EngineShape, num_tokens: int, seed: int) -> Table:
     """Ids in no order, that no two groups share."""
-    num = -(-num_tokens // shape.block_tokens)
+    num = -(-num_tokens // shape.table_tokens)
     ids = np.random.default_rng(seed).permutation(np.arange(1, shape.num_blocks)).tolist()
     return tuple(tuple(ids[g * num : (g + 1) * num]) for g in range(shape.num_groups))
 

@@ -73,6 +73,14 @@ PAIRS = {
         replace(LARGE, interior=Interior.OPAQUE, kernel_blocks=2, outermost=outermost)
         for outermost in ("blocks", "blocks")
     ),
+    "tokens of 2 ranks to 1": (
+        replace(LARGE, num_kv_heads=1, tp_size=2, cp_size=2, block_tokens=8),
+        replace(LARGE, num_kv_heads=1, block_tokens=24, protocol=(1, 3)),
+    ),
+    "tokens of 1 rank to 2": (
+        replace(LARGE, num_kv_heads=1, layout="NHD", protocol=(1, 3)),
+        replace(LARGE, num_kv_heads=1, tp_size=2, cp_size=2, cp_run=4, block_tokens=8),
+    ),
 }
 
 
@@ -145,7 +153,7 @@ def expect_loaded(prefill: Prefill, sink: Engine, taken: Table, span: tuple[int,
         for group, window in enumerate(sink.shape.windows or (None,) * sink.shape.num_groups)
     }
     if sink.shape.interior is Interior.OPAQUE:
-        block = sink.shape.block_tokens
+        block = sink.shape.table_tokens
         spans = {group: (lo, -(-hi // block) * block) for group, (lo, hi) in spans.items()}
     expect_moved(source, sink, prefill.table, taken, spans)
 
@@ -197,7 +205,7 @@ def test_whatever_the_steps_what_was_read_is_whole(
     hi = num_tokens if sink.shape.state else data.draw(st.integers(least, num_tokens), "hi")
     lo = data.draw(st.integers(0, hi - 1), "lo")
     if sink.shape.interior is Interior.OPAQUE:
-        lo -= lo % sink.shape.block_tokens
+        lo -= lo % sink.shape.table_tokens
     comes_at = data.draw(st.integers(0, len(steps)), "the sink comes before step")
     name = f"p{next(_number)}"
     for pool in source.pools:

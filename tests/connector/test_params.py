@@ -33,6 +33,7 @@ SOURCE = SourceRef(
 
 
 KEY = "sixteen letters."
+PUBLIC_KEY = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"
 
 
 def params(key: str | None = None, **ours: Any) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def test_made_params_are_the_fields_that_routers_know() -> None:
             "tokens": 77,
             "endpoint": "tcp://10.0.0.7:5700",
             "digest": "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
-            "protocol": 2,
+            "protocol": 3,
         },
     }
 
@@ -152,6 +153,7 @@ def test_the_signature_is_what_it_has_always_been() -> None:
         (params(KEY, endpoint="tcp://10.0.0.8:5700"), "another"),
         (params(KEY, tokens=78), "another"),
         (params(KEY, digest="ff" * 32), "another"),
+        (params(KEY, curve_public_key=PUBLIC_KEY), "another"),
         (params(KEY, number=4), "another"),
         (params(KEY) | {"remote_engine_id": "prefill-2"}, "another"),
     ],
@@ -258,6 +260,7 @@ def test_early_params_are_signed_by_the_engine_and_not_by_the_router() -> None:
         early(signed, engine_signature=""),
         early(signed, endpoint="tcp://10.0.0.8:5700"),
         early(signed, incarnation="00" * 16),
+        early(signed, curve_public_key=PUBLIC_KEY),
         early(signed) | {"remote_engine_id": "other"},
         early(params("another key of 16")),
     ):

@@ -151,9 +151,9 @@ def scheduler_side() -> SchedulerConnector:
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): manifest.ranks[0]})
     sent = made.build_connector_meta(step()).manifest
     assert sent is not None
-    assert sent.protocol == (2, 2)  # an earlier peer would take states for tokens
+    assert sent.protocol == (2, 3)  # an earlier peer would take states for tokens
     (found,) = differences(sent, manifest)
-    assert str(found).startswith("protocol: source has versions 2 to 2, sink has versions 1 to 1")
+    assert str(found).startswith("protocol: source has versions 2 to 3, sink has versions 1 to 1")
     return made
 
 

@@ -22,6 +22,7 @@ from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.verifier import Verifier
 from kvxfer.tensors import strided_copy
 from kvxfer.tensors.device_copy import DeviceCopier
+from kvxfer.tensors.device_digest import DeviceDigester
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.wire import BIND_TOKENS, Reason, Release, Verdict
 from kvxfer.transports import shm_direct, stream_packing
@@ -81,6 +82,24 @@ def test_a_load_is_verified(transport: str, verify: str) -> None:
         assert source.count("offers.done") == 4
 
 
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_digests_of_the_kernel_agree_with_those_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, is_flipped: bool
+) -> None:
+    """A decode engine on a GPU, which is a CPU here, and a prefill engine on a CPU."""
+    if is_flipped:
+        plant_in_shm("a flipped bit", monkeypatch)
+    with engines("shm", "all") as (source, sink):
+        for worker in sink.workers:
+            verifier = worker._service.sink._verifier  # type: ignore[union-attr]
+            digester = DeviceDigester(verifier._memory.tensors)
+            monkeypatch.setattr(verifier, "_digester", lambda digester=digester: digester)
+        for name in ("d", "e"):
+            reasons = load(source, sink, name, span=(7, 40))
+            assert reasons == ({"corrupt"} if is_flipped else {None})
+        assert sink.count("verify.differing" if is_flipped else "verify.equal")
+
+
 @pytest.mark.parametrize("shape", [TWO, ONE], ids=["down", "up"])
 def test_sides_of_any_shape_agree(shape: EngineShape) -> None:
     with engines("shm", "all", shape) as (source, sink):
@@ -96,6 +115,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a window": (HYBRID, {**HYBRID, "layout": "NHD"}),
     "opaque blocks": ({"interior": Interior.OPAQUE}, {"interior": Interior.OPAQUE}),
     "compressed": ({"cell_tokens": 8, "kernel_blocks": 2}, {"cell_tokens": 8, "layout": "NHD"}),
+    "tokens of 2 ranks": (
+        {"num_kv_heads": 1, "tp_size": 2, "cp_size": 2, "block_tokens": 8},
+        {"num_kv_heads": 1, "layout": "NHD", "protocol": (1, 3)},
+    ),
     "kernel blocks": ({"block_tokens": 32, "kernel_blocks": 2}, {"block_tokens": 32}),
 }
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.transfer.layout import Region
-from tests.builders import EngineShape, LayoutName, Outermost, scattered_ids
+from tests.builders import EngineShape, LayoutName, Outermost, build_manifest, scattered_ids
 from tests.helpers import POISON
-from tests.oracle import oracle_pieces, oracle_value, oracle_write
+from tests.oracle import keeps, oracle_pieces, oracle_value, oracle_write
 
 Bytes = NDArray[np.uint8]
 
@@ -84,12 +84,14 @@ class Pair:
     @property
     def num_loaded_nbytes(self) -> int:
         """Of all requests, over all sink ranks."""
-        rows = sum(prompt.token_hi - prompt.token_lo for prompt in self.prompts)
-        heads = sum(
-            hi - lo for lo, hi in (self.sink.heads_of(tp) for tp in range(self.sink.tp_size))
+        return sum(
+            region.num_heads * region.inner_nbytes
+            for rank in build_manifest(self.sink).ranks
+            for region in rank.regions
+            for prompt in self.prompts
+            for token in range(prompt.token_lo, prompt.token_hi)
+            if keeps(region, token)
         )
-        planes = self.sink.num_layers * len(self.sink.planes)
-        return rows * heads * planes * self.sink.inner_nbytes
 
 
 def make_pair(
@@ -97,31 +99,41 @@ def make_pair(
     blocks: Sequence[int] = (16, 24),
     layouts: Sequence[LayoutName] = ("HND", "NHD"),
     asks: Sequence[Ask] = ASKS,
+    interleaves: Sequence[tuple[int, int]] = ((1, 1), (1, 1)),
 ) -> Pair:
     """Two engines of one model that differ in what is given as (source, sink) and in the order of
-    their planes.
+    their planes. ``interleaves``: how many ranks share the tokens, in runs of how many; then the
+    model has one head.
     """
-    tables = [list(_tables([ask.num_tokens for ask in asks], size)) for size in blocks]
+    has_one_head = any(size > 1 for size, _ in interleaves)
+    table_blocks = [b * size for b, (size, _) in zip(blocks, interleaves, strict=True)]
+    tables = [list(_tables([ask.num_tokens for ask in asks], size)) for size in table_blocks]
     shapes = [
         EngineShape(
             tp_size=tp_size,
-            num_kv_heads=NUM_KV_HEADS,
+            num_kv_heads=1 if has_one_head else NUM_KV_HEADS,
             block_tokens=block_tokens,
             num_blocks=sum(map(len, table)) + NUM_SPARE_BLOCKS,
             inner_nbytes=INNER_NBYTES,
             layout=layout,
             outermost=outermost,
             padding_nbytes=padding_nbytes,
+            cp_size=cp_size,
+            cp_run=cp_run,
         )
-        for tp_size, block_tokens, layout, table, outermost, padding_nbytes in zip(
-            tp_sizes, blocks, layouts, tables, OUTERMOST, PADDING_NBYTES, strict=True
+        for tp_size, block_tokens, layout, table, outermost, padding_nbytes, (
+            cp_size,
+            cp_run,
+        ) in zip(
+            *(tp_sizes, blocks, layouts, tables, OUTERMOST, PADDING_NBYTES, interleaves),
+            strict=True,
         )
     ]
     prompts = tuple(
         Prompt(
             number=number,
             num_tokens=ask.num_tokens,
-            token_lo=ask.num_local_blocks * blocks[1],
+            token_lo=min(ask.num_local_blocks * table_blocks[1], ask.num_tokens - 1),
             source_ids=source_ids,
             sink_ids=sink_ids,
         )
@@ -146,7 +158,7 @@ def write_tokens(
     head, token) alone, into a rank's memory: one token and head at a time.
     """
     for region in regions:
-        for position in range(lo, hi):
+        for position in (token for token in range(lo, hi) if keeps(region, token)):
             for head in range(region.head_lo, region.head_hi):
                 pieces = oracle_pieces(region, [memory], ids, position, head)
                 oracle_write(pieces, oracle_value(region, position, head, number))

@@ -15,13 +15,9 @@ from kvxfer.kernels.kv_digest import CELLS, ELEMENTS, MAX_WORDS, WARPS, _digest_
 
 element = ELEMENTS[int(sys.argv[1])]
 names = _digest_kernel.arg_names
-numbers = ("num_cells", "num_heads", "inner_nbytes", "channel_nbytes")
-wide = ("stride_head", "head_key", "stride_channel")
-signature = {name: "*i64" for name in names[:6]}
-signature |= {name: "i32" for name in numbers} | {name: "i64" for name in wide}
-fixed = {"ELEMENT": element, "CELLS": CELLS, "WORDS": MAX_WORDS}
-signature |= {name: "constexpr" for name in fixed}
-source = ASTSource(_digest_kernel, {name: signature[name] for name in names}, fixed)
+fixed = {"ELEMENT": element, "CELLS": CELLS, "WORDS": MAX_WORDS, "BY_CHANNEL": sys.argv[2] == "1"}
+signature = {name: "constexpr" if name in fixed else "*i64" for name in names}
+source = ASTSource(_digest_kernel, signature, fixed)
 options = {"num_warps": WARPS}
 ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 print(len(re.findall(r"ld\\.global\\.b%d" % (8 * int(sys.argv[1])), ptx)))
@@ -30,9 +26,11 @@ print(len(re.findall(r"(?:atom|red)\\.(?:\\w+\\.)*add\\.(?:noftz\\.)?[us]64", pt
 
 
 @pytest.mark.slow  # two compilers' runs, of some seconds each
-@pytest.mark.parametrize("element_nbytes", [8, 1])
-def test_it_compiles_for_a_gpu(element_nbytes: int) -> None:
+@pytest.mark.parametrize(("element_nbytes", "by_channel"), [(8, False), (1, True)])
+def test_it_compiles_for_a_gpu(element_nbytes: int, by_channel: bool) -> None:
     """1,024 words of a program are 8 for each of 128 threads; one sum leaves a program."""
-    num_loads, num_adds = map(int, printed_without_interpreter(PTX, str(element_nbytes)).split())
+    num_loads, num_adds = map(
+        int, printed_without_interpreter(PTX, str(element_nbytes), str(int(by_channel))).split()
+    )
     assert num_loads >= 8 * (8 // element_nbytes)
     assert num_adds == 1

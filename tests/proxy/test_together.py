@@ -272,6 +272,34 @@ def test_another_decode_engine_takes_it_in_turn(decode: Answer) -> None:
     run(scenario())
 
 
+def test_kv_that_the_engine_before_may_have_taken_is_computed_again() -> None:
+    """The second decode engine fails for want of it."""
+    answers = [give(500, b"{}"), give_text]
+
+    async def fails_once(request: web.Request) -> web.StreamResponse:
+        return await (answers.pop(0) if len(answers) > 1 else give_text)(request)
+
+    async def scenario() -> None:
+        held = Held(offers, offers), Held(drops, give_text)
+        engines = [FakeEngine("d0", held[1]), FakeEngine("d1", give_text)]
+        async with scene(prefill=held[0], decode=engines, dispatch=Dispatch.TOGETHER) as s:
+            for _ in range(2):  # the first teaches; then it is d0's turn
+                held[0].num_asked = 0
+                assert (await s.post({"prompt": "p"}))[0] == 200
+            held[0].num_asked = held[1].num_asked = 1
+            s.decode[1].answer = fails_once
+            s.calls.clear()
+            asked = ask(s)
+            await both_have_begun(*held)
+            for side in held:
+                side.may_go_on.set()
+            assert (await asked)[0] == 200
+            assert [call.engine for call in s.calls].count("p0") == 2
+            assert len(answers) == 1
+
+    run(scenario())
+
+
 def test_a_client_that_goes_away_ends_both() -> None:
     async def scenario() -> None:
         async with asked() as (s, prefill, decode, answer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,11 @@ import torch
 from kvxfer.tensors import device_launch
 from kvxfer.tensors.cuda_driver import CudaError, Driver, PointerArguments
 from kvxfer.tensors.device_copy import DeviceCopier, flat_copy
-from kvxfer.tensors.device_launch import GpuLauncher, _binary_of
+from kvxfer.tensors.device_digest import DeviceDigester
+from kvxfer.tensors.device_launch import GpuLauncher, HostEvent, JobRing, _binary_of
+from kvxfer.tensors.kv_digest import cells_of
+from tests.tensors.strided_cases import copy_classes_of
+from tests.tensors.test_kv_digest import CASE, host_digests, pool_of, wanted_of
 
 NBYTES = 1 << 20
 
@@ -65,6 +70,26 @@ def device_launch_value(address: int | None) -> int:
 def test_without_a_driver_the_error_names_it() -> None:
     with pytest.raises(CudaError, match=r"the CUDA driver: expected libcuda.so.1, got "):
         Driver()
+
+
+def test_words_of_a_slot_come_back_from_where_they_lie() -> None:
+    """By a driver whose device is the host."""
+
+    class HostDriver:
+        def call(self, name: str, to: int, given: int, nbytes: int, stream: int) -> None:
+            assert (name, stream) == ("cuMemcpyDtoHAsync_v2", 7)
+            ctypes.memmove(to, given, nbytes)
+
+    launcher = GpuLauncher.__new__(GpuLauncher)
+    launcher._driver, launcher._current = HostDriver(), nullcontext()  # type: ignore[assignment]
+    launcher._stream = (None, 7)
+    ring = JobRing(64, torch.device("cpu"))
+    for _ in range(2):  # the second one does not begin where the ring does
+        slot = ring.take(3)
+        slot.host[:], slot.device[:] = 1, torch.tensor([2, 3, 4])
+        launcher.read_back(slot, 1, None)
+        assert slot.host.tolist() == [1, 3, 4]
+        ring.close(slot, HostEvent())
 
 
 # ------------------------------------------------------------------ on a GPU
@@ -119,6 +144,18 @@ def test_the_driver_launches_what_triton_has_compiled(
         torch.cuda.synchronize(rig.device)
         rig.copy().synchronize()
         assert rig.is_copied()
+    assert len(triton_launches) == 1
+
+
+@pytest.mark.gpu
+def test_the_driver_launches_digests(triton_launches: list[object]) -> None:
+    pool = pool_of()
+    (copied,) = copy_classes_of(CASE, pool, pool).values()
+    wanted = wanted_of(CASE, copied.names, copied.sink)
+    cells = cells_of(copied.source, wanted, [pool.ids.tolist()], 1, 9)
+    digester = DeviceDigester([tensor.to("cuda:0") for tensor in pool.tensors])
+    for _ in range(3):
+        assert digester.digests([cells], 9) == host_digests(pool, cells, 9)
     assert len(triton_launches) == 1
 
 

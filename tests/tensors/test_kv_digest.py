@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.tensors.device_digest import device_digests
+from kvxfer.kernels.kv_digest import NUM_PARAMS
+from kvxfer.tensors.device_digest import DeviceDigester
 from kvxfer.tensors.kv_digest import (
     HEAD,
     STEP,
@@ -89,10 +90,11 @@ def host_digests(pool: Pool, cells: Cells, seed: int, piece_nbytes: int = 0) -> 
     return found
 
 
-def kernel_digests(pool: Pool, cells: Cells, seed: int) -> list[int]:
+def kernel_digests(
+    pool: Pool, classes: Sequence[Cells], seed: int, ring_nbytes: int = 1 << 16
+) -> list[int]:
     memories = [tensor.to(DEVICE) for tensor in pool.tensors]
-    found: list[int] = device_digests(memories, cells, seed).tolist()
-    return found
+    return DeviceDigester(memories, ring_nbytes).digests(classes, seed)
 
 
 def filled_alike(case: Case, source: Pool, sink: Pool) -> None:
@@ -131,11 +133,27 @@ def test_both_sides_have_the_digest_of_the_definition(
 def test_the_kernel_agrees(case: Case, every: int, seed: int) -> None:
     pool = make_pool(case.source, case, poison=False, seed=case.seed)
     other = make_pool(case.sink, case, poison=True, seed=case.seed)
-    for copied in copy_classes_of(case, pool, other).values():
-        wanted = wanted_of(case, copied.names, copied.source)
-        cells = cells_of(copied.source, wanted, [pool.ids.tolist()], every, seed)
-        if cells.tokens.size:
-            assert kernel_digests(pool, cells, seed) == host_digests(pool, cells, seed)
+    ids = pool.ids.tolist()
+    classes = [
+        cells_of(copied.source, wanted_of(case, copied.names, copied.source), [ids], every, seed)
+        for copied in copy_classes_of(case, pool, other).values()
+    ]
+    digests = [digest for cells in classes for digest in host_digests(pool, cells, seed)]
+    assert kernel_digests(pool, classes, seed) == digests
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_a_load_that_fills_the_ring_many_times_has_the_same_digest(num_tokens: int) -> None:
+    """In a ring of five launches of five tokens each."""
+    pool = pool_of()
+    (copied,) = copy_classes_of(CASE, pool, pool).values()
+    wanted = wanted_of(replace(CASE, token_hi=num_tokens), copied.names, copied.sink)
+    cells = cells_of(copied.source, wanted, [pool.ids.tolist()], 1, 9)
+    words = 5 * (NUM_PARAMS + 3 * len(copied.names) + 8 + 11)
+    twice = kernel_digests(pool, [cells, cells], 9, 8 * words)
+    assert twice == host_digests(pool, cells, 9) * 2
+    with pytest.raises(ValueError, match="digests: expected fewer regions"):
+        kernel_digests(pool, [cells], 9, 8 * (words - 50))
 
 
 @given(
@@ -268,3 +286,5 @@ def test_blocks_that_are_not_there_are_refused() -> None:
     cells = cells_of(copied.source, wanted, [pool.ids.tolist()], 1, 1)
     with pytest.raises(ValueError, match="bytes inside memory"):
         list(add_digests([t[:100] for t in pool.tensors], cells, 1, np.zeros(6, np.uint64)))
+    with pytest.raises(ValueError, match="bytes inside memory"):
+        DeviceDigester([t[:100].to(DEVICE) for t in pool.tensors]).digests([cells], 1)

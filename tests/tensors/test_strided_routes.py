@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
+from kvxfer.tensors.strided_index import side_ids
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import make_plan
@@ -42,7 +43,7 @@ class Engine:
 
 def make_engine(shape: EngineShape, name: str, num_tokens: int, *, filled: bool) -> Engine:
     manifest = build_manifest(shape, name)
-    ids = scattered_ids(num_tokens, shape.block_tokens, shape.num_blocks, seed=len(name))
+    ids = scattered_ids(num_tokens, shape.table_tokens, shape.num_blocks, seed=len(name))
     memories = {entry.rank: build_memories(entry, POISON) for entry in manifest.ranks}
     if filled:
         for entry in manifest.ranks:
@@ -84,6 +85,26 @@ ENGINES = [
         ),
         id="packed to K and V turned",
     ),
+    pytest.param(
+        EngineShape(tp_size=4, num_kv_heads=2, cp_size=2, turned=("k",), block_tokens=8),
+        EngineShape(num_kv_heads=2, layout="NHD", block_tokens=24, kernel_blocks=3),
+        id="tokens of 2 ranks to 1",
+    ),
+    pytest.param(
+        EngineShape(num_kv_heads=1, block_tokens=24, kernel_blocks=3, outermost="blocks"),
+        EngineShape(tp_size=4, num_kv_heads=1, cp_size=4, cp_run=4, block_tokens=8, turned=("k",)),
+        id="tokens of 1 rank to 4",
+    ),
+    pytest.param(
+        EngineShape(tp_size=2, num_kv_heads=1, cp_size=2, cp_run=16, padding_nbytes=4),
+        EngineShape(tp_size=4, num_kv_heads=1, cp_size=4, layout="NHD", outermost="inner"),
+        id="tokens of 2 ranks to 4, blocks in turn to tokens in turn",
+    ),
+    pytest.param(
+        EngineShape(is_mla=True, inner_nbytes=132, tp_size=4, cp_size=4),
+        EngineShape(is_mla=True, inner_nbytes=132, tp_size=2, cp_size=2, cp_run=3, block_tokens=12),
+        id="latents of 4 ranks to 2",
+    ),
 ]
 
 
@@ -98,15 +119,16 @@ def test_routes_of_a_plan(
     source = make_engine(source_shape, "source", span[1], filled=True)
     sink = make_engine(sink_shape, "the sink", span[1], filled=False)
     want = make_engine(sink_shape, "the sink", span[1], filled=False)
-    source_ids, sink_ids = (np.array(engine.ids, np.int64) for engine in (source, sink))
     for route in make_plan(source.manifest, sink.manifest).routes:
         given, taken = source.tensors(route.source_rank), sink.tensors(route.sink_rank)
         classes = pull_classes(route, {0: span})
+        sink_ids = [side_ids(each.sink, [sink.ids]) for each in route.classes]
         if wire == "direct":
-            nbytes = sum(
-                strided_copy(given, taken, each, source_ids, sink_ids, span, scratch=Scratch())
-                for each in route.classes
-            )
+            nbytes = 0
+            for each, asked, taken_ids in zip(route.classes, classes, sink_ids, strict=True):
+                ids = (side_ids(each.source, [source.ids]), taken_ids)
+                tokens = asked.token_lo, asked.token_hi
+                nbytes += strided_copy(given, taken, each, *ids, tokens, scratch=Scratch())
             assert nbytes == route_nbytes(classes)
             continue
         sides = PullResolver(source.entry(route.source_rank)).resolve(classes)
@@ -114,8 +136,9 @@ def test_routes_of_a_plan(
             index = chunk.class_index
             dense = torch.full((chunk.nbytes,), POISON, dtype=torch.uint8)
             bounds = ((chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi))
+            source_ids = side_ids(sides[index], [source.ids])
             gather(given, sides[index], source_ids, classes[index].order, *bounds, dense)
-            scatter(taken, route.classes[index].sink, sink_ids, *bounds, dense)
+            scatter(taken, route.classes[index].sink, sink_ids[index], *bounds, dense)
     for entry in sink.manifest.ranks:
         for giver in source.manifest.ranks:
             oracle_copy(

@@ -6,15 +6,16 @@ engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.tensors.strided_index import side_ids
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import Chunk, Plan, PullClass, Side, Tile
-from kvxfer.transfer.pull import PullResolver, pull_classes
+from kvxfer.transfer.pull import PullResolver, pull_class, pull_classes
 from tests.builders import EngineShape, build_manifest, build_memories, scattered_ids
 from tests.oracle import oracle_copy, oracle_fill, oracle_offset, oracle_order
 
@@ -63,9 +64,8 @@ class Case:
         for route in plan.routes:
             given, taken = self.source_memories[route.source_rank], memories[route.sink_rank]
             for copy_class in route.classes:
-                lo, hi = spans[copy_class.sink.group]
-                cell_tokens = copy_class.sink.cell_tokens
-                span = (lo // cell_tokens, hi // cell_tokens)
+                asked = pull_class(copy_class, *spans[copy_class.sink.group])
+                span = asked.token_lo, asked.token_hi
                 addresses = zip(
                     side_addresses(copy_class.source, self.source_ids, span),
                     side_addresses(copy_class.sink, self.sink_ids, span),
@@ -110,12 +110,12 @@ def piece_nbytes(tile: Tile) -> int:
 
 def side_addresses(side: Side, ids: Ids, span: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """(memory, byte) of every region, token, head and channel of a class."""
-    tile = side.tile
+    tile, found = side.tile, side_ids(side, ids).tolist()
     for base in side.bases:
         for position in range(*span):
             for head in range(tile.num_heads):
                 for channel in range(tile.inner_nbytes // piece_nbytes(tile)):
-                    offset = oracle_offset(tile, ids[side.group], position, head, channel)
+                    offset = oracle_offset(tile, found, position, head, channel)
                     yield base.memory, base.offset + offset
 
 
@@ -142,7 +142,7 @@ def slice_nbytes(wanted: PullClass) -> int:
 
 
 def slice_addresses(
-    side: Side, ids: Ids, wanted: PullClass, place: tuple[int, int, int, int]
+    side: Side, ids: Sequence[int], wanted: PullClass, place: tuple[int, int, int, int]
 ) -> list[tuple[int, int]]:
     """(byte of the memory, how many there) of one entry of the dense order."""
     region, token, head, channel = place
@@ -153,17 +153,16 @@ def slice_addresses(
         nbytes = piece_nbytes(tile)
         channels = list(range(tile.inner_nbytes // nbytes))
     return [
-        (base.offset + oracle_offset(tile, ids[side.group], token, head, each), nbytes)
-        for each in channels
+        (base.offset + oracle_offset(tile, ids, token, head, each), nbytes) for each in channels
     ]
 
 
 def pack(side: Side, wanted: PullClass, chunk: Chunk, ids: Ids, memories: list[Bytes]) -> bytes:
     """The bytes of a chunk."""
-    dense = bytearray()
+    dense, found = bytearray(), side_ids(side, ids).tolist()
     for place in dense_order(wanted, chunk):
         memory = memories[side.bases[place[0]].memory]
-        for address, nbytes in slice_addresses(side, ids, wanted, place):
+        for address, nbytes in slice_addresses(side, found, wanted, place):
             dense += memory[address : address + nbytes].tobytes()
     return bytes(dense)
 
@@ -173,12 +172,12 @@ def unpack(
 ) -> None:
     """Put the bytes of a chunk into their places; within a kernel block these only go up."""
     previous: tuple[int, int, int] | None = None
-    at = 0
+    at, found = 0, side_ids(side, ids).tolist()
     for place in dense_order(wanted, chunk):
         region, token = place[:2]
         block = token // side.tile.kernel_tokens
         memory = memories[side.bases[region].memory]
-        for address, nbytes in slice_addresses(side, ids, wanted, place):
+        for address, nbytes in slice_addresses(side, found, wanted, place):
             if previous is not None and previous[:2] == (region, block):
                 assert address > previous[2], "not the sink's own physical order"
             previous = (region, block, address)
@@ -189,6 +188,6 @@ def unpack(
 
 def _ids(shape: EngineShape, num_tokens: int, seed: int) -> Ids:
     return tuple(
-        scattered_ids(num_tokens, shape.block_tokens, shape.num_blocks, seed * 100 + group)
+        scattered_ids(num_tokens, shape.table_tokens, shape.num_blocks, seed * 100 + group)
         for group in range(shape.num_groups)
     )

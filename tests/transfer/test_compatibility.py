@@ -27,8 +27,6 @@ OTHER: dict[str, Any] = {
     "num_layers": 99,
     "is_mla": True,
     "draft_layers": ("draft.0", "draft.1"),
-    "dcp_size": 2,
-    "pcp_size": 2,
     "attention": "full, sliding 48",
 }
 
@@ -44,7 +42,8 @@ def test_tp_pp_block_size_and_layout_may_differ() -> None:
 
 
 def test_every_fact_is_listed_above() -> None:
-    assert set(OTHER) == {field.name for field in fields(CacheFacts)}
+    sizes = {"dcp_size", "pcp_size"}
+    assert set(OTHER) | sizes == {field.name for field in fields(CacheFacts)}
 
 
 @pytest.mark.parametrize("field", OTHER)
@@ -70,13 +69,13 @@ def test_unknown_never_equals_anything(field: str) -> None:
 
 def test_all_differences_in_one_message() -> None:
     other = with_facts(
-        replace(SINK, protocol=(3, 4)), rope="theta=500000", draft_layers=("draft.0", "draft.1")
+        replace(SINK, protocol=(4, 5)), rope="theta=500000", draft_layers=("draft.0", "draft.1")
     )
     with pytest.raises(IncompatiblePeer) as e:
         check_compatible(with_facts(SOURCE, draft_layers=("draft.2",)), other)
     assert str(e.value) == (
         "engines prefill and decode cannot exchange KV: "
-        "protocol: source has versions 1 to 1, sink has versions 3 to 4; upgrade the older side | "
+        "protocol: source has versions 1 to 1, sink has versions 4 to 5; upgrade the older side | "
         "rope: source has theta=10000, sink has theta=500000; "
         "use the same rope settings on both sides | "
         "draft_layers: source has draft.2, sink has draft.0, draft.1; "
@@ -108,13 +107,37 @@ def test_one_plane_that_differs_is_named() -> None:
     assert found.field == "interior of layers.1/v"
 
 
-def test_context_parallel_ranks_move_rank_to_rank_or_not_at_all() -> None:
-    ours, same, one = (
-        with_facts(build_manifest(EngineShape(tp_size=tp, block_tokens=tokens)), dcp_size=2)
-        for tp, tokens in ((2, 16), (2, 16), (1, 32))
+def test_context_parallel_sizes_may_differ_where_the_tokens_of_each_rank_are_stated() -> None:
+    one, two, four = (
+        build_manifest(
+            EngineShape(
+                tp_size=4, num_kv_heads=1, block_tokens=tokens, cp_size=size, protocol=(1, 3)
+            )
+        )
+        for size, tokens in ((1, 8), (2, 16), (4, 32))
     )
-    assert not differences(ours, same)
-    assert [found.field for found in differences(ours, one)] == ["tp_size", "block_tokens"]
+    for source, sink in ((two, four), (four, two), (one, two), (two, one)):
+        check_compatible(source, sink)
+
+
+@pytest.mark.parametrize("field", ["dcp_size", "pcp_size"])
+def test_an_engine_that_does_not_state_the_tokens_of_its_ranks_is_refused(field: str) -> None:
+    silent = with_facts(SOURCE, **{field: 2})
+    for source, sink in ((silent, SINK), (SINK, silent), (silent, silent)):
+        with pytest.raises(IncompatiblePeer, match=r"must state which tokens its ranks keep"):
+            check_compatible(source, sink)
+
+
+def test_tokens_that_two_sides_share_too_seldom_are_refused_by_name() -> None:
+    many, few = (
+        build_manifest(
+            EngineShape(tp_size=size, num_kv_heads=1, block_tokens=run, cp_size=size, cp_run=run)
+        )
+        for size, run in ((7, 125), (2, 128))
+    )
+    (found,) = differences(many, few)
+    assert (found.source, found.sink) == ("875", "256")
+    assert "repeat within 32768 tokens" in str(found)
 
 
 def hybrid(windows: tuple[int | None, ...], block_tokens: int = 16, layers: int = 4) -> EngineShape:

@@ -458,14 +458,6 @@ def test_opaque_blocks_are_never_split(sink: EngineShape, message: str) -> None:
         plan_of(OPAQUE, sink)
 
 
-def test_context_parallel_ranks_move_rank_to_rank() -> None:
-    """Equal heads on both ranks, different tokens: not replicas."""
-    manifest = build_manifest(EngineShape(tp_size=4))
-    interleaved = replace(manifest, facts=replace(manifest.facts, dcp_size=2))
-    plan = make_plan(interleaved, interleaved)
-    assert giving(plan) == [(tp, tp) for tp in range(4)]
-
-
 # ---------------------------------------------------------------- speed
 
 

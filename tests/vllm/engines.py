@@ -107,8 +107,8 @@ NIXL = Connector(name="NixlConnector", module=None)
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How one engine is set up. ``more``: further arguments of vLLM's EngineArgs; ``label``: tells
-    engines apart that are set up alike.
+    """How one engine is set up. ``more``: further arguments of vLLM's EngineArgs; ``variables``: of
+    its environment; ``label``: tells engines apart that are set up alike.
     """
 
     connector: Connector | None = None
@@ -122,6 +122,7 @@ class EngineConfig:
     # peer vLLM steps without pause, and the engines of a test share two cores.
     idle_step_s: float = 0.0005
     more: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -153,7 +154,7 @@ class EngineConfig:
         found = dict(ENVIRONMENT)
         found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if self.in_process else "1"
         found["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-        return found
+        return found | self.variables
 
 
 @dataclass(frozen=True, slots=True)

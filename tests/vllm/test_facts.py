@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import UNSET, UnsetType
 
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.facts import (
@@ -20,6 +21,7 @@ from kvxfer.integrations.vllm.facts import (
     num_own_tokens,
     rope_text,
 )
+from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.manifest import CacheFacts
 
 # vLLM loads parts of torch that other parts of torch call deprecated.
@@ -211,6 +213,32 @@ def test_how_much_of_a_prompt_decode_computes(
         spec = interface.SlidingWindowSpec(**shape, sliding_window=window)
     config = engine(Model(folder), **more)
     assert num_own_tokens(config, cache(group(spec, "a"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"decode_context_parallel_size": 1, "cp_kv_cache_interleave_size": 8}, UNSET),
+        ({"decode_context_parallel_size": 2}, Interleave(2, 1, 1)),
+        (
+            {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 8},
+            Interleave(4, 1, 8),
+        ),
+        (
+            {
+                "decode_context_parallel_size": 2,
+                "cp_kv_cache_interleave_size": 1,
+                "dcp_kv_cache_interleave_size": 16,
+            },
+            Interleave(2, 1, 16),
+        ),
+    ],
+)
+def test_which_tokens_a_rank_keeps(
+    folder: Path, sizes: dict[str, int], expected: Interleave | UnsetType
+) -> None:
+    config = engine(Model(folder), parallel_config=SimpleNamespace(**sizes))
+    assert cache_model(config, cp_rank=1).interleave == expected
 
 
 def group(spec: Any, *layers: str) -> SimpleNamespace:

@@ -42,6 +42,15 @@ def sides() -> Iterator[Sides]:
         yield Sides(stages, ranks)
 
 
+@pytest.fixture(scope="module")
+def uneven() -> Iterator[Server]:
+    """Stages of three layers and of one, two ranks each."""
+    layers = {"VLLM_PP_LAYER_PARTITION": "3,1"}
+    config = EngineConfig(BOTH, block_tokens=64, tp_size=2, more=STAGES, variables=layers)
+    with forked(config, free_port()) as server:
+        yield server
+
+
 @pytest.mark.parametrize("stages_are_source", [True, False], ids=["source", "sink"])
 def test_tokens_are_those_of_one_engine(
     sides: Sides, references: References, stages_are_source: bool
@@ -49,7 +58,28 @@ def test_tokens_are_those_of_one_engine(
     source, sink = sides.stages, sides.ranks
     if not stages_are_source:
         source, sink = sink, source
-    seed = 850 + stages_are_source  # else the sink has them in its prefix cache
+    offered = _serve(source, sink, references, 850 + stages_are_source)
+    assert {params["pp_size"] for params in offered} == {NUM_STAGES if stages_are_source else 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uneven_is_source", [True, False], ids=["source", "sink"])
+def test_stages_of_other_layers_on_both_sides(
+    sides: Sides, uneven: Server, references: References, uneven_is_source: bool
+) -> None:
+    """Every sink rank reads from several source ranks: its layers are in two stages there, or its
+    stage's heads on two ranks.
+    """
+    source, sink = (uneven, sides.stages) if uneven_is_source else (sides.stages, uneven)
+    offered = _serve(source, sink, references, 860 + uneven_is_source)
+    assert {params["pp_size"] for params in offered} == {NUM_STAGES}
+    assert {params["tp_size"] for params in offered} == {2 if uneven_is_source else 1}
+
+
+def _serve(source: Server, sink: Server, references: References, seed: int) -> list[dict[str, Any]]:
+    """Prompts of their own, else the sink has them in its prefix cache: all of their KV comes from
+    the source, and the tokens are those of one engine. Returns what the source has offered.
+    """
     prompts = [prompt(1, seed), prompt(700, seed), *concurrent_prompts(6, seed)]
     want = references.tokens(prompts)
 
@@ -59,9 +89,9 @@ def test_tokens_are_those_of_one_engine(
     before = _moved(sink)
     with ThreadPoolExecutor(len(prompts)) as pool:
         offered = list(pool.map(source.prefill, prompts))
-        assert {params["pp_size"] for params in offered} == {NUM_STAGES if stages_are_source else 1}
         assert list(pool.map(decode, prompts, offered)) == want
     assert _moved(sink) - before == sum(len(tokens) - 1 for tokens in prompts)
+    return offered
 
 
 def _moved(server: Server) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from kvxfer.errors import ConfigError, IncompatiblePeer
@@ -25,6 +26,7 @@ from kvxfer.integrations.vllm.regions import Located, heads_of, locate
 from kvxfer.integrations.vllm.specs import LayerSpec
 from kvxfer.integrations.vllm.states import Rank
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
+from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.layout import Elements, Interior, Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import make_plan
@@ -335,13 +337,23 @@ def test_views_that_are_refused(
         by_hand.locate(views, {name: (0, spec) for name, spec in specs.items()})
 
 
-def test_context_parallel_caches_are_refused(by_hand: ByHand) -> None:
+def test_ranks_that_share_the_tokens_say_which_they_keep(by_hand: ByHand) -> None:
+    views = {"a": torch.zeros(6, 2, 16, 8), "b": torch.zeros(6, 2, 16, 8)}
+    kept = Interleave(2, 1, 4)
+    specs = {"a": (0, spec_of(is_context_sharded=True)), "b": (1, spec_of())}
+    found = by_hand.locate(views, specs, model=model_of(interleave=kept)).regions
+    assert {(each.layer, each.interleave) for each in found} == {("a", kept), ("b", UNSET)}
+    assert {each.table_tokens for each in found} == {16, 32}
+
+
+@pytest.mark.parametrize("change", [{"window": 20}, {"cell_tokens": 4}])
+def test_windows_and_compressed_caches_are_not_shared_by_tokens(
+    by_hand: ByHand, change: dict[str, Any]
+) -> None:
     views = {"a": torch.zeros(6, 2, 16, 8)}
-    model = model_of(is_context_parallel=True)
-    replicated = by_hand.locate(views, {"a": (0, spec_of())}, model=model)
-    assert replicated.regions[0].layer == "a"
-    with pytest.raises(ConfigError, match="a: expected all tokens on every rank"):
-        by_hand.locate(views, {"a": (0, spec_of(is_context_sharded=True))}, model=model)
+    specs = {"a": (0, spec_of(is_context_sharded=True, **change))}
+    with pytest.raises(ConfigError, match="a: .* decode_context_parallel_size is 2, got a cache"):
+        by_hand.locate(views, specs, model=model_of(interleave=Interleave(2, 1, 4)))
 
 
 @pytest.mark.parametrize(

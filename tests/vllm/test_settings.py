@@ -243,7 +243,6 @@ def test_older_versions_call_the_index_a_rank() -> None:
         ({"extra": {"port": 65535}, "parallel": {"data_parallel_index": 1}}, "at most 65534"),
         ({"transfer": {"kv_role": None}}, "kv_role: expected kv_producer, kv_consumer or kv_both"),
         ({"transfer": {"engine_id": None}}, "engine_id: expected a name"),
-        ({"parallel": {"decode_context_parallel_size": 2}}, "decode_context_.*: expected 1, got 2"),
         ({"parallel": {"prefill_context_parallel_size": 4}}, "prefill_context_.*expected 1, got 4"),
         ({"model": {"is_encoder_decoder": True}}, "got an encoder-decoder"),
         ({"model": {"is_attention_free": True}}, "got one without attention"),
@@ -252,6 +251,12 @@ def test_older_versions_call_the_index_a_rank() -> None:
 def test_refusals(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_settings(vllm_config(**changes))
+
+
+def test_a_block_id_stands_for_a_block_on_each_rank_that_shares_the_tokens() -> None:
+    alone = read_settings(vllm_config())
+    shared = read_settings(vllm_config(parallel={"decode_context_parallel_size": 2}))
+    assert shared.block_tokens == 2 * alone.block_tokens
 
 
 def test_with_vllm_s_own_configs() -> None:

@@ -245,6 +245,7 @@ def config_of(**changes: Any) -> Any:
         "connector": "KvxferConnector",
         "is_async": True,
         "pp_size": 1,
+        "dcp_size": 1,
         "draft": None,
         "v2": False,
     } | changes
@@ -253,7 +254,10 @@ def config_of(**changes: Any) -> Any:
             kv_load_failure_policy=values["policy"], kv_connector=values["connector"]
         ),
         scheduler_config=Bag(async_scheduling=values["is_async"]),
-        parallel_config=Bag(pipeline_parallel_size=values["pp_size"]),
+        parallel_config=Bag(
+            pipeline_parallel_size=values["pp_size"],
+            decode_context_parallel_size=values["dcp_size"],
+        ),
         speculative_config=values["draft"],
         use_v2_model_runner=values["v2"],
     )
@@ -269,6 +273,7 @@ def config_of(**changes: Any) -> Any:
         ({"policy": "recompute", "is_async": False, "v2": True}, 1, "V2"),
         ({}, 2, "2 KV cache groups"),
         ({"pp_size": 2}, 1, "pipeline"),
+        ({"dcp_size": 2}, 1, "share the tokens"),
         ({"draft": object()}, 1, "draft"),
         ({"connector": "MultiConnector"}, 1, "MultiConnector"),
     ],

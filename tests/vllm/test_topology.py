@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvxfer.connector.params import early_params, mint_request
 from tests.vllm.cases import Pair, References, Sources, concurrent_prompts, prompt, token_ids
-from tests.vllm.engines import MODULE, Connector, EngineConfig, Fleet
+from tests.vllm.engines import MODULE, OFFER, Connector, EngineConfig, Fleet
 
 BOTH = Connector(role="kv_both")
 
@@ -48,9 +49,9 @@ def test_one_engine_is_source_and_sink(fleet: Fleet, references: References) -> 
         assert (Sources.of(engine) - were).external > 0
 
 
-def test_beside_another_connector(fleet: Fleet, references: References, tmp_path: Path) -> None:
+def beside_another(folder: Path) -> Connector:
     """MultiConnector with vLLM's own example connector, which keeps prompts on disk."""
-    config = Connector(
+    return Connector(
         name="MultiConnector",
         module=None,
         extra={
@@ -63,11 +64,15 @@ def test_beside_another_connector(fleet: Fleet, references: References, tmp_path
                 {
                     "kv_connector": "ExampleConnector",
                     "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+                    "kv_connector_extra_config": {"shared_storage_path": str(folder)},
                 },
             ]
         },
     )
+
+
+def test_beside_another_connector(fleet: Fleet, references: References, tmp_path: Path) -> None:
+    config = beside_another(tmp_path)
     prefill, decode = fleet.engines(
         EngineConfig(BOTH, block_tokens=32), EngineConfig(config, block_tokens=64)
     )
@@ -84,3 +89,39 @@ def test_beside_another_connector(fleet: Fleet, references: References, tmp_path
     assert token_ids([decode.generate(tokens), decode.generate(plain)]) == want
     assert (Sources.of(decode) - before).external > 0
     pair.assert_at_rest()
+
+
+def test_both_are_asked_at_once_beside_another_connector(
+    fleet: Fleet, references: References, tmp_path: Path
+) -> None:
+    """Prompts in chunks, several at a time. One is known to the other connector alone, and one is
+    never sent to prefill.
+    """
+    prefill, decode = fleet.engines(
+        EngineConfig(
+            beside_another(tmp_path / "prefill"),
+            block_tokens=32,
+            more={"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
+        ),
+        EngineConfig(beside_another(tmp_path / "decode"), block_tokens=64),
+    )
+    pair = Pair(prefill, decode)
+    learned = pair.offered(prompt(40, seed=700))
+    assert decode.generate(prompt(40, seed=700), 4, learned).reason == "length"
+    on_disk = prompt(200, seed=701)
+    want = references.tokens([on_disk])
+    assert token_ids([decode.generate(on_disk)]) == want
+    decode.reset()
+    prompts = concurrent_prompts(4, seed=710)
+    names = [mint_request() for _ in prompts]
+    decoding = decode.submit_all(prompts, 16, [early_params(learned, name) for name in names])
+    prefilling = prefill.submit_all(
+        prompts, 1, [{**OFFER, "kvxfer": {"request": name}} for name in names]
+    )
+    answers = [decode.result(each) for each in decoding]
+    assert token_ids(answers) == references.tokens(prompts)
+    for each in prefilling:
+        prefill.result(each)
+    assert sum(each.num_cached_tokens for each in answers) == sum(len(p) - 1 for p in prompts)
+    assert token_ids([decode.generate(on_disk)]) == want
+    pair.assert_at_rest(timeout_s=20)

@@ -217,6 +217,14 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         return KvxferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
+def _cp_rank(vllm_config: Any) -> int:
+    if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) == 1:
+        return 0
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    return int(get_dcp_group().rank_in_group)
+
+
 def _make_worker(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
     """The side of this worker's rank. Every rank must come here: they agree on an incarnation."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -231,7 +239,7 @@ def _make_worker(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> 
     if settings.pp_size > 1:
         incarnation = get_pp_group().broadcast_object(incarnation, src=0)
         rank = RankId(get_pp_group().rank_in_group, rank.tp)
-    model = cache_model(vllm_config)
+    model = cache_model(vllm_config, cp_rank=_cp_rank(vllm_config))
     return WorkerSide(
         settings,
         facts=cache_facts(vllm_config, kv_cache_config),

@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import UNSET, UnsetType
 
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.settings import plugin_settings
 from kvxfer.integrations.vllm.specs import LayerSpec, StateSpec, layer_specs
+from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.manifest import CacheFacts
 
 _INDEX_NAME = "model.safetensors.index.json"
@@ -142,6 +144,7 @@ class CacheModel:
         num_layers: of the model, in all pipeline stages.
         cache_dtype: vLLM's name for what the cache keeps of K and V; "auto" keeps them as they are.
         num_state_groups: of B and C of Mamba2's layers, where the model's config says so.
+        interleave: which tokens the rank keeps of layers that context parallelism shards.
         layers: vLLM's modules of attention by the layer's name, those of this rank; empty where
             there are none, as in the scheduler.
     """
@@ -153,7 +156,7 @@ class CacheModel:
     num_layers: int = 0
     cache_dtype: str = "auto"
     num_state_groups: int | None = None
-    is_context_parallel: bool = False
+    interleave: Interleave | UnsetType = UNSET
     layers: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def is_draft(self, layer: str) -> bool:
@@ -163,17 +166,19 @@ class CacheModel:
         return bool(self.draft_counts) and (is_behind or bool(_DRAFT_NAME.search(layer)))
 
 
-def cache_model(vllm_config: Any) -> CacheModel:
-    """Read from a ``VllmConfig`` of any rank, or of the scheduler."""
+def cache_model(vllm_config: Any, cp_rank: int = 0) -> CacheModel:
+    """Read from a ``VllmConfig`` of any rank, or of the scheduler. ``cp_rank``: the rank's place in
+    its context parallel group.
+    """
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     compilation = getattr(vllm_config, "compilation_config", None)
     counts, draft = _head_counts(model), _draft(vllm_config)
     draft_counts = _head_counts(draft.draft_model_config) if draft else frozenset()
-    sizes = [
-        getattr(parallel, name, 1)
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
-    ]
+    cp_size = getattr(parallel, "decode_context_parallel_size", 1)
+    # The older name counts where it is set, as in vLLM, which may not have compared them yet.
+    runs = (getattr(parallel, f"{prefix}_kv_cache_interleave_size", 1) for prefix in ("dcp", "cp"))
+    run = next((each for each in runs if each > 1), 1)
     return CacheModel(
         dtype=model.dtype,
         num_kv_heads=max(counts | draft_counts),
@@ -182,7 +187,7 @@ def cache_model(vllm_config: Any) -> CacheModel:
         num_layers=model.get_total_num_hidden_layers(),
         cache_dtype=vllm_config.cache_config.cache_dtype,
         num_state_groups=_num_state_groups(model.hf_text_config),
-        is_context_parallel=max(sizes) > 1,
+        interleave=Interleave(cp_size, cp_rank, run) if cp_size > 1 else UNSET,
         layers=getattr(compilation, "static_forward_context", None) or {},
     )
 
@@ -210,7 +215,6 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
         is_mla=bool(model.use_mla),
         draft_layers=_draft_layers(vllm_config),
         dcp_size=getattr(parallel, "decode_context_parallel_size", 1),
-        pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
         attention=attention_text(text_config),
     )
 

@@ -221,10 +221,12 @@ def _regions(
         return regions_of_state(
             layer, tensor, spec, rank, model, group=view.group, memory=number, offset=start
         )
-    if spec.is_context_sharded and model.is_context_parallel:
+    interleave = model.interleave if spec.is_context_sharded else msgspec.UNSET
+    if interleave and (spec.window is not None or spec.cell_tokens > 1):
+        kept = "compressed" if spec.window is None else f"of a window of {spec.window}"
         raise ConfigError(
-            f"{layer}: expected all tokens on every rank, got a cache that context parallelism "
-            "spreads over ranks; set decode_context_parallel_size to 1"
+            f"{layer}: expected all tokens where decode_context_parallel_size is "
+            f"{interleave.size}, got a cache {kept} tokens that ranks share; set it to 1"
         )
     cells, kernel_blocks = _cells(layer, tensor, spec, num_blocks)
     head_lo, head_hi = heads_of(layer, spec, rank, model)
@@ -247,6 +249,7 @@ def _regions(
         kernel_blocks=kernel_blocks,
         window=spec.window,
         is_chunk=spec.is_chunk or msgspec.UNSET,
+        interleave=interleave,
         is_draft=model.is_draft(layer) or msgspec.UNSET,
         cell_tokens=spec.cell_tokens if spec.cell_tokens > 1 else msgspec.UNSET,
     )

@@ -140,7 +140,8 @@ def read_settings(vllm_config: Any) -> Settings:
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         prefix_caching=bool(cache.enable_prefix_caching),
-        block_tokens=cache.block_size,
+        # A block id stands for a block on each rank that shares the tokens
+        block_tokens=cache.block_size * getattr(parallel, "decode_context_parallel_size", 1),
         # Ranks that are independent engines see a size of 1 here, whatever their number.
         is_in_step=getattr(parallel, "data_parallel_size", 1) > 1,
         switch_interval_s=plugin.switch_interval_s,
@@ -201,15 +202,12 @@ def _refuse_model(vllm_config: Any) -> None:
 
 
 def _refuse_parallel(vllm_config: Any) -> None:
-    # Ranks then hold interleaved tokens, and a block id stands for more tokens than a block has.
-    parallel = vllm_config.parallel_config
-    for field in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        size = getattr(parallel, field, 1)
-        if size != 1:
-            raise ConfigError(
-                f"{field}: expected 1, got {size}; which tokens a rank then holds cannot be "
-                f"described yet, so set {field} to 1 on both sides"
-            )
+    size = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
+    if size != 1:  # In vLLM 0.32 these ranks hold the same tokens; beside DCP each its own.
+        raise ConfigError(
+            f"prefill_context_parallel_size: expected 1, got {size}; vLLM does not say which "
+            "tokens a rank then holds; use decode_context_parallel_size"
+        )
 
 
 def _replica(parallel: Any) -> int:

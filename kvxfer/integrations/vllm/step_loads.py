@@ -43,6 +43,9 @@ def why_never(vllm_config: Any, num_groups: int) -> str | None:
         "pipeline stages do not end a step together": (
             vllm_config.parallel_config.pipeline_parallel_size > 1
         ),
+        "ranks that share the tokens of a block were never run so": (
+            getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1
+        ),
         "a draft model reads KV before its verdict": vllm_config.speculative_config is not None,
         "MultiConnector does not pass on what its workers say": (
             transfer.kv_connector == "MultiConnector"
