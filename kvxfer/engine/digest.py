@@ -30,7 +30,7 @@ class PlaneDigest(msgspec.Struct, frozen=True):
     """One plane and one global head of a layer.
 
     ``tokens`` is one digest of 8 bytes for each token from ``first_token`` on; the tokens before it
-    are out of the layer's window, and their blocks gone.
+    are out of the layer's window, or its chunk (``is_chunk``), and their blocks gone.
     """
 
     layer: str
@@ -38,6 +38,7 @@ class PlaneDigest(msgspec.Struct, frozen=True):
     head: int
     tokens: bytes
     first_token: int = 0
+    is_chunk: bool = False
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -99,7 +100,8 @@ def kv_digests(
         first_token = min(_num_dropped(region, table) * region.block_tokens, num_tokens)
         for head in range(region.head_lo, region.head_hi):
             tokens = _digest_head(region, memory, table, range(first_token, num_tokens), head)
-            planes.append(PlaneDigest(region.layer, region.plane, head, tokens, first_token))
+            of_head = (region.layer, region.plane, head, tokens, first_token)
+            planes.append(PlaneDigest(*of_head, region.is_chunk is True))
     return KVDigest(num_tokens=num_tokens, planes=tuple(planes))
 
 
@@ -253,8 +255,10 @@ def _shares_no_token(ours: PlaneDigest, theirs: PlaneDigest) -> bool:
     """Is nothing compared, though there is something to compare? Not where a side holds no token
     because a chunk begins with the next one.
     """
-    pairs = (ours, theirs), (theirs, ours)
-    is_empty = any(not one.tokens and one.first_token >= other.end for one, other in pairs)
+    is_empty = ours.end == 0 and theirs.end == 0
+    if ours.is_chunk and theirs.is_chunk:
+        pairs = (ours, theirs), (theirs, ours)
+        is_empty |= any(not one.tokens and one.first_token >= other.end for one, other in pairs)
     return not is_empty and max(ours.first_token, theirs.first_token) >= min(ours.end, theirs.end)
 
 

@@ -11,6 +11,7 @@ from hashlib import blake2b
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from kvxfer.engine.digest import (
@@ -395,3 +396,20 @@ def test_is_quick_enough_for_every_request() -> None:
     elapsed_s = time.process_time() - start
     assert sum(len(plane.tokens) // 8 for plane in rank.planes) == 16384
     assert elapsed_s < 1
+
+
+def test_a_chunk_that_has_just_begun_has_no_token_to_compare() -> None:
+    """Of chunks of 48 tokens, 48 of them moved: a side holds none. A window always has one."""
+    empty, held = (
+        KVDigest(
+            num_tokens=48,
+            planes=(PlaneDigest("l", "k", 0, bytes(8 * (48 - first)), first, is_chunk=True),),
+        )
+        for first in (48, 32)
+    )
+    assert compare([empty], [held]) == compare([held], [empty]) == []
+    windows = [
+        replace(each, planes=(replace(each.planes[0], is_chunk=False),)) for each in (empty, held)
+    ]
+    (found,) = compare([windows[0]], [windows[1]])
+    assert found.reason == "no token is held by both sides"
