@@ -94,9 +94,7 @@ def test_beside_another_connector(fleet: Fleet, references: References, tmp_path
 def test_both_are_asked_at_once_beside_another_connector(
     fleet: Fleet, references: References, tmp_path: Path
 ) -> None:
-    """Prompts in chunks, several at a time. One is known to the other connector alone, and one is
-    never sent to prefill.
-    """
+    """Prompts in chunks, several at a time; one is known to the other connector alone."""
     prefill, decode = fleet.engines(
         EngineConfig(
             beside_another(tmp_path / "prefill"),
