@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Reports go to another process, as UTF-8: what strangers have sent stands in logs as it came,
+    also half a surrogate pair.
+    """
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture
