@@ -252,8 +252,8 @@ def plant_in_launches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             tokens = (tokens[0], sum(tokens) // 2)
         if kind == "a wrong head":
             given = bound.source
-            given = msgspec.structs.replace(given, addresses=of_the_other_head(given.addresses, given.tile))
-            bound = replace(bound, source=given)
+            elsewhere = of_the_other_head(given.addresses, given.tile)
+            bound = replace(bound, source=msgspec.structs.replace(given, addresses=elsewhere))
         return launches(self, bound, source_ids, sink_ids, tokens, **more)
 
     monkeypatch.setattr(DeviceCopier, "launches", bad)
