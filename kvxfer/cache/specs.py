@@ -397,26 +397,15 @@ def attention_layer_spec(
             f"layer {layer_name}: expected no sliding_window with use_mla, got {sliding_window}; "
             "set it to None where the layer sees all tokens"
         )
+    shape: dict[str, Any] = {
+        **{"block_size": block_size, "num_kv_heads": num_kv_heads},
+        **{"head_size": head_size, "dtype": dtype},
+    }
     try:
         if attention_chunk_size is not None:
-            return ChunkedLocalAttentionSpec(
-                block_size=block_size,
-                num_kv_heads=num_kv_heads,
-                head_size=head_size,
-                dtype=dtype,
-                attention_chunk_size=attention_chunk_size,
-            )
+            return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=attention_chunk_size)
         if sliding_window is not None:
-            return SlidingWindowSpec(
-                block_size=block_size,
-                num_kv_heads=num_kv_heads,
-                head_size=head_size,
-                dtype=dtype,
-                sliding_window=sliding_window,
-            )
-        kind = MLAAttentionSpec if use_mla else FullAttentionSpec
-        return kind(
-            block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
-        )
+            return SlidingWindowSpec(**shape, sliding_window=sliding_window)
+        return (MLAAttentionSpec if use_mla else FullAttentionSpec)(**shape)
     except (TypeError, ValueError) as error:
         raise type(error)(f"layer {layer_name}: {error}") from error
