@@ -398,8 +398,10 @@ def attention_layer_spec(
             "set it to None where the layer sees all tokens"
         )
     shape: dict[str, Any] = {
-        **{"block_size": block_size, "num_kv_heads": num_kv_heads},
-        **{"head_size": head_size, "dtype": dtype},
+        "block_size": block_size,
+        "num_kv_heads": num_kv_heads,
+        "head_size": head_size,
+        "dtype": dtype,
     }
     try:
         if attention_chunk_size is not None:
