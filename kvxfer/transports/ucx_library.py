@@ -8,7 +8,6 @@ installed, which this wire has no use for. Without that wheel the system's UCX i
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +47,6 @@ class Ucx:
         check_version(str(package.__version__))
         self._library: Any = package.libucxx
         self.Error: type[Exception] = self._library.UCXError
-        self._num_canceling = _num_canceling()
 
     def context(self, device: torch.device, net_devices: Sequence[str]) -> Foreign:
         """For staging on this device, on these of the network. Raises TransportUnavailable."""
@@ -93,14 +91,6 @@ class Ucx:
         except (self.Error, IndexError) as exc:
             raise PipeBroken(f"ucx: expected an address that can be reached, got {exc!r}") from exc
 
-    def forget_cancelled(self, endpoint: Endpoint) -> None:
-        """Once the worker of a closed endpoint had its turn. ``ucxx`` drops cancelled operations
-        that end late (large sends) when it counts them, which its Python cannot ask for. Each holds
-        the endpoint, so both would stay, and the worker with its descriptors.
-        """
-        if self._num_canceling is not None:
-            self._num_canceling(endpoint.ucxx_ptr)
-
     def array(self, part: torch.Tensor | bytearray) -> object:
         """Flat memory that an operation may be given."""
         if isinstance(part, torch.Tensor) and not part.is_cuda:
@@ -125,18 +115,6 @@ def _import_ucxx() -> tuple[Any, Callable[[object], object]]:
         except (ImportError, OSError) as exc:
             raise TransportUnavailable(f"ucx: expected ucxx, got {exc}; {INSTALL}") from exc
     return package, array
-
-
-def _num_canceling() -> Callable[[int], int] | None:
-    """``ucxx::Endpoint::getCancelingSize() const`` of the library that is loaded; None for one
-    that has none.
-    """
-    try:
-        count = ctypes.CDLL("libucxx.so")["_ZNK4ucxx8Endpoint16getCancelingSizeEv"]
-    except (OSError, AttributeError):
-        return None
-    count.restype, count.argtypes = ctypes.c_size_t, (ctypes.c_void_p,)
-    return count
 
 
 def check_version(version: str) -> None:

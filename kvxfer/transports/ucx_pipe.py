@@ -312,7 +312,6 @@ class UcxPipe(Pipe):
         self._restless.discard(end.fd)
         self._epoll.unregister(end.fd)
         with self.on_device():
-            self._quarantined = [kept for kept in self._quarantined if not kept.finish()]
             if not end.finish():
                 self._quarantined.append(end)
                 _log.warning(
@@ -339,9 +338,6 @@ MOST_NBYTES = 1022
 _LENGTH_NBYTES = 2
 MOST_AT_ONCE = 64
 """Taken in one turn, so that no peer has the IO thread to itself."""
-LAST_TURNS = 100
-"""Of a worker whose operations were cancelled. Those that were seen to need a turn needed one or
-two, of a few microseconds."""
 
 
 def tag_of(connection: int, slot: int, generation: int) -> int:
@@ -459,14 +455,8 @@ class UcxEnd:
         if self._endpoint is not None:
             self._endpoint.close_blocking()
         self.worker.cancel_inflight_requests()  # those of an endpoint that had failed before
-        for _ in range(LAST_TURNS):
-            if all(request.completed for request in self._under_way):
-                break
-            self.worker.progress_once()  # a large send that was cancelled ends with the next turn
-        else:
+        if not all(request.completed for request in self._under_way):
             return False
-        if self._endpoint is not None:
-            self.ucx.forget_cancelled(self._endpoint)
         # The worker goes, and with it what UCX has of messages that had begun; the memory after it.
         self._under_way.clear()
         del self._endpoint, self.worker

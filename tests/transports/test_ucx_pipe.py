@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -20,7 +19,6 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
-from kvxfer.transports import ucx_library
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import PipeBroken, Slots
 from kvxfer.transports.ucx_library import Worker
@@ -29,7 +27,6 @@ from kvxfer.transports.ucx_pipe import (
     MAX_SLOTS,
     MOST_NBYTES,
     SinkAddress,
-    UcxEnd,
     UcxLane,
     UcxPipe,
     UcxSinkLane,
@@ -109,52 +106,6 @@ def two_ends(wake: Wake = lambda: None) -> Iterator[Ends]:
     finally:
         for pipe in pipes:
             pipe.close()
-
-
-@needs_ucxx
-def test_large_sends_on_their_way_leave_nothing_when_they_are_closed() -> None:
-    """They end a turn after they were cancelled, and ucxx keeps what it has cancelled."""
-    held: list[int] = []
-    for _ in range(4):
-        with two_ends() as ends:
-            assert told_after(ends, ends.source) == b"first"  # they are connected
-            for slot in range(SLOTS.num_slots):
-                ends.send(slot, 0, fill=slot)
-            ends.source.close()
-            assert ends.source_pipe.quarantined_nbytes == 0
-        held.append(len(os.listdir("/proc/self/fd")))
-    assert held[1:] == held[:1] * 3
-
-
-@needs_ucxx
-def test_a_library_that_counts_nothing_is_used_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def without_symbols(name: str) -> ctypes.CDLL:
-        raise OSError(name)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ctypes, "CDLL", without_symbols)
-        assert ucx_library._num_canceling() is None
-    monkeypatch.setattr(ucx_library, "_num_canceling", lambda: None)
-    with two_ends() as ends:
-        ends.send(0, 0, fill=1)
-        ends.source.close()
-        assert ends.source_pipe.quarantined_nbytes == 0
-
-
-@needs_ucxx
-def test_what_is_kept_is_let_go_of_when_its_operation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = UcxEnd.finish
-    with two_ends() as ends:
-        kept, nbytes = ends.source.end, SLOTS.nbytes
-        monkeypatch.setattr(UcxEnd, "finish", lambda end: end is not kept and finish(end))
-        ends.source.close()
-        ends.source_pipe.open_sink(SLOTS).close()
-        assert ends.source_pipe.quarantined_nbytes == nbytes
-        monkeypatch.setattr(UcxEnd, "finish", finish)
-        ends.source_pipe.open_sink(SLOTS).close()
-        assert ends.source_pipe.quarantined_nbytes == 0
 
 
 def filled(value: int, nbytes: int) -> torch.Tensor:
