@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -270,8 +271,10 @@ def place(tmp_path: Path) -> Iterator[Place]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("KVXFER_")}
     kept.pop("PYTHONPATH", None)
     kept |= {"PATH": f"{tmp_path}/bin:/usr/local/bin:/usr/bin:/bin", "HOME": str(home)}
-    kept |= {"TMPDIR": str(home), "COLUMNS": "80"}
     with ExitStack() as stack:
+        # Short: processes meet at Unix sockets in it, whose names have 107 characters
+        short = stack.enter_context(TemporaryDirectory())
+        kept |= {"TMPDIR": short, "COLUMNS": "80"}
         enter: list[str] = []
         with suppress(HostsUnavailable):
             enter = stack.enter_context(two_hosts())[0].inside((), tree)

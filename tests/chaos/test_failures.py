@@ -97,7 +97,13 @@ def test_a_time_out_at_prefill_frees_no_blocks_that_decode_still_reads(wire: str
         ref = source.offer("p", 64, BLOCKS)
         source.compute("p")
         sink.load("d", ref, BLOCKS, SPAN)
-        until(lambda: sink.count("board.grants") or num_pulls(source, ref.offer.nonce))
+        until(
+            lambda: (
+                sink.count("board.grants")
+                or num_pulls(source, ref.offer.nonce)
+                or sink.received("d")  # while this thread had no turn
+            )
+        )
         given = source.pools[0].tensor.clone()
         source.end("p", Reason.EXPIRED)
         source.pools[0].tensor.fill_(0)

@@ -30,6 +30,7 @@ from kvxfer.doctor import engines, examine, host
 from kvxfer.doctor.child import Child, call
 from kvxfer.doctor.rows import Row, State, status
 from kvxfer.errors import ConfigError
+from kvxfer.transfer import wire
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.key_folder import ADD, USE, make_keys, rotate_keys
 from tests.builders import EngineShape
@@ -91,14 +92,14 @@ def test_one_host_without_a_gpu(wires: tuple[str, ...], monkeypatch: pytest.Monk
     monkeypatch.setattr(examine, "AUTO", {"cpu": wires})
     rows = look()
     assert failing(rows) == []
-    for wire in ("shm", "zmq"):
-        row = rows[f"wire {wire}"]
+    for name in ("shm", "zmq"):
+        row = rows[f"wire {name}"]
         assert row.state is State.OK, row
         assert (row.gb_per_s or 0) > 0
         assert (row.latency_us or 0) > 0
-    for wire in wires[2:]:  # with their library; auto would not take them here
-        row = rows[f"wire {wire}"]
-        is_there = all(host.versions(wire).values())
+    for name in wires[2:]:  # with their library; auto would not take them here
+        row = rows[f"wire {name}"]
+        is_there = all(host.versions(name).values())
         assert row.state is (State.OK if is_there else State.SKIPPED), row
         assert "auto does not try it here" in row.seen or not is_there
     assert rows["choice"].seen.startswith("auto: shm at ")
@@ -311,11 +312,14 @@ def test_a_peer_of_another_protocol() -> None:
     with engine(announce=False) as source:
         rows = look(source.endpoint, connect_timeout_s=2.0)
         assert "it is starting" in rows["peer engine"].seen
-        later = msgspec.structs.replace(source.manifest, protocol=(3, 4))
+        versions = (wire.PROTOCOL_MAX + 1, wire.PROTOCOL_MAX + 2)
+        later = msgspec.structs.replace(source.manifest, protocol=versions)
         source.step(ConnectorMetadata(manifest=later))
         rows = look(source.endpoint)
     assert "choice" in failing(rows)
-    assert "protocol: source has versions 3 to 4, sink has versions 1 to 2" in rows["choice"].seen
+    theirs, ours = f"{versions[0]} to {versions[1]}", f"1 to {wire.PROTOCOL_MAX}"
+    said = f"protocol: source has versions {theirs}, sink has versions {ours}"
+    assert said in rows["choice"].seen
     assert rows["choice"].remedy == "upgrade the older side"
 
 
