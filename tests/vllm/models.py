@@ -265,7 +265,7 @@ def _drafted_state() -> Any:
     )
     model = _with_equal_embeddings(GraniteMoeHybridForCausalLM(config))
     state = model.model.layers[0]
-    state.mamba.out_proj.weight.data *= 0.1
+    state.mamba.out_proj.weight.data *= 0.08
     state.shared_mlp.output_linear.weight.data *= 0
     return model
 
