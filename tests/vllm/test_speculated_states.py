@@ -9,6 +9,8 @@ inputs of the convolution by itself.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +27,8 @@ from tests.vllm.cases import (
     prompt,
     token_ids,
 )
-from tests.vllm.engines import Connector, EngineConfig, Fleet
+from tests.vllm.engines import ROOT, Connector, EngineConfig, Fleet
+from tests.vllm.interpreted import HAS_TRITON, TRITON_FOLDER
 from tests.vllm.test_drafts import Drafting, Guessed, assert_all_is_equal, drafting, speculative
 
 EAGLE = speculative("eagle", model=str(models.make("state-eagle")))
@@ -210,6 +213,13 @@ def test_what_vllm_lacks_for_cpus() -> None:
         found.append(out)
     assert torch.allclose(found[0][0], found[1][0], atol=1e-5)
     assert not torch.allclose(found[0][1], found[1][1], atol=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason=f"no Triton in {TRITON_FOLDER}")
+def test_what_is_put_in_does_as_vllms_kernels() -> None:
+    """Those for GPUs, in Triton's interpreter. They look at the first steps of a convolution."""
+    subprocess.run([sys.executable, "-m", "tests.vllm.state_kernels"], cwd=ROOT, check=True)
 
 
 @pytest.mark.slow

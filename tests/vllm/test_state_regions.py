@@ -353,3 +353,13 @@ def test_what_a_load_leaves_of_a_block_is_cleared() -> None:
         assert not view[6:8].any()
         assert view[:6].isnan().all()
         assert view[8:].isnan().all()
+
+
+@pytest.mark.gpu
+def test_vllms_kernels_keep_the_state_in_front() -> None:
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d, mamba_ssm
+
+    from tests.vllm.state_kernels import check, check_prefill
+
+    check(causal_conv1d.causal_conv1d_update, mamba_ssm.selective_state_update, "cuda")
+    check_prefill(causal_conv1d.causal_conv1d_fn, "cuda")
