@@ -107,7 +107,7 @@ def test_either_side_may_speculate(
     if is_eagle:
         has_head = EAGLE.items() <= prefill.more.items()
         assert (guessed.acceptance_length > 1.8) == has_head
-    at_once = list(concurrent_prompts(16 if is_eagle else 4))
+    at_once = list(concurrent_prompts(16))
     expected = token_ids(alone.generate_all(at_once, 8))
     assert token_ids(pair.run_all(at_once, 8)) == expected
     pair.assert_at_rest()
