@@ -82,8 +82,8 @@ class EngineShape:
     chunks if ``has_chunks``.
     ``shares``: (layer, layer whose memory it uses). ``state``: layers that keep one, the last
     group. ``cell_tokens``: how many tokens share a cell. ``cp_size``: tensor-parallel ranks that
-    hold the same heads take the tokens in turns, ``cp_run`` of them at a time; ``block_tokens`` are
-    a rank's own.
+    hold the same heads take the tokens in turns, ``cp_run`` of them at a time; they are
+    ``cp_stride`` ranks apart. ``block_tokens`` are a rank's own.
     """
 
     tp_size: int = 1
@@ -109,6 +109,7 @@ class EngineShape:
     cell_tokens: int = 1
     cp_size: int = 1
     cp_run: int = 1
+    cp_stride: int = 1
     protocol: tuple[int, int] = (1, 1)
 
     @property
@@ -205,7 +206,9 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
             window=shape.window_of(layer),
             cell_tokens=UNSET if shape.cell_tokens == 1 else shape.cell_tokens,
             is_chunk=(shape.has_chunks and shape.window_of(layer) is not None) or UNSET,
-            interleave=Interleave(shape.cp_size, rank.tp % shape.cp_size, shape.cp_run)
+            interleave=Interleave(
+                shape.cp_size, rank.tp // shape.cp_stride % shape.cp_size, shape.cp_run
+            )
             if shape.cp_size > 1
             else UNSET,
         )

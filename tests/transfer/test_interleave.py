@@ -63,11 +63,14 @@ def shapes(draw: st.DrawFn, cp_size: int, heads: int, inner: bool) -> EngineShap
     run = draw(st.sampled_from((1, 2, 3, 4)))
     kernel_blocks = draw(st.sampled_from((1, 2)))
     is_mla = heads == 0
+    num_replicas = draw(st.sampled_from((1, 2))) if cp_size > 1 else 1
     return EngineShape(
-        tp_size=cp_size * max(1, heads) * draw(st.sampled_from((1, 2)))
+        tp_size=cp_size * max(1, heads) * num_replicas
         if cp_size > 1
         else draw(st.sampled_from((1, 2, 4))),
         cp_size=cp_size,
+        # Of prefill context parallelism those with the same tokens are next to each other.
+        cp_stride=draw(st.sampled_from((1, num_replicas))) if is_mla else 1,
         cp_run=run,
         is_mla=is_mla,
         num_kv_heads=max(1, heads),

@@ -12,9 +12,11 @@ for a peer included, as EngineCore's loop does.
 from __future__ import annotations
 
 import json
+import os
 import select
 import socket
 import time
+from importlib import import_module
 from typing import Any
 
 
@@ -199,6 +201,8 @@ def serve(sock: socket.socket, engine_args: dict[str, Any], idle_step_s: float) 
     ``sock``: a connected stream socket; ``engine_args``: arguments of vLLM's EngineArgs;
     ``idle_step_s``: sleep after a step without output.
     """
+    if patch := os.environ.get("ENGINE_PATCH"):  # what this build of vLLM lacks for a model
+        import_module(patch).apply()
     with sock:
         worker = Worker(sock, engine_args, idle_step_s)
         try:

@@ -126,25 +126,58 @@ def _state() -> Any:
     return GraniteMoeHybridForCausalLM(config)
 
 
+_DELTA_NET: dict[str, Any] = _SHAPE | {
+    "num_hidden_layers": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,  # vLLM's kernel for CPUs has no smaller ones
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+
+
 def _delta_net() -> Any:
     """Two layers with a gated delta net and two of attention, experts in each."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    config = Qwen3NextConfig(
-        **_SHAPE,
-        num_hidden_layers=4,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_conv_kernel_dim=4,
-        linear_key_head_dim=128,  # vLLM's kernel for CPUs has no smaller ones
-        linear_value_head_dim=128,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-    )
+    types = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+    config = Qwen3NextConfig(**_DELTA_NET | types)
     return Qwen3NextForCausalLM(config)
+
+
+def _delta_net_mtp() -> _Checkpoint:
+    """A gated delta net, which says a little of what is said, a layer of attention, and a module
+    for multi-token prediction that has the latter.
+    """
+    import tempfile
+
+    import torch
+    from safetensors.torch import load_file
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(**_DELTA_NET | {"layer_types": ["linear_attention", "full_attention"]})
+    model = _with_equal_embeddings(Qwen3NextForCausalLM(config))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # which gives each expert its own names
+        weights = load_file(Path(folder) / "model.safetensors")
+    for name in weights:
+        if name.startswith("model.layers.0.") and ("out_proj" in name or "down_proj" in name):
+            weights[name] *= 0.1
+    size, own = _SHAPE["hidden_size"], "model.layers.1."
+    module = {
+        name.replace(own, "mtp.layers.0."): weight.clone()
+        for name, weight in weights.items()
+        if name.startswith(own)
+    }
+    for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        module[f"mtp.{norm}.weight"] = torch.zeros(size)  # one is added to it
+    module["mtp.fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    fields = config.to_dict() | {"architectures": ["Qwen3NextForCausalLM"]}
+    return _Checkpoint(fields, weights | module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +235,63 @@ def _eagle(num_kv_heads: int = 4) -> _Checkpoint:
     config = model.config.to_dict() | {
         "architectures": ["LlamaForCausalLM"],
         "num_key_value_heads": num_kv_heads,
+    }
+    return _Checkpoint(config, weights)
+
+
+def _drafted_state() -> Any:
+    """A model with a state that :func:`_state_eagle` guesses well: one layer of Mamba2, which says
+    a little of what is said, and one of attention.
+    """
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+    config = GraniteMoeHybridConfig(
+        **shape,
+        num_hidden_layers=2,
+        layer_types=["mamba", "attention"],
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=688,
+        position_embedding_type="rope",
+        attention_multiplier=32**-0.5,
+        rms_norm_eps=1e-5,
+    )
+    model = _with_equal_embeddings(GraniteMoeHybridForCausalLM(config))
+    state = model.model.layers[0]
+    state.mamba.out_proj.weight.data *= 0.08
+    state.shared_mlp.output_linear.weight.data *= 0
+    return model
+
+
+def _state_eagle() -> _Checkpoint:
+    """An EAGLE head with the layer of attention of :func:`_drafted_state`, which it feeds with the
+    next token alone.
+    """
+    import torch
+
+    weights, size = {}, _SHAPE["hidden_size"]
+    prefix = "model.layers.1."
+    for name, weight in _drafted_state().state_dict().items():
+        if not name.startswith(prefix) or "input_layernorm" in name:
+            continue
+        own = name.replace(prefix, "layers.0.")
+        if own.endswith("input_linear.weight"):
+            for part, half in zip(("gate", "up"), weight.chunk(2), strict=True):
+                weights[f"layers.0.mlp.{part}_proj.weight"] = half
+        else:
+            own = own.replace("shared_mlp.output_linear", "mlp.down_proj")
+            weights[own] = weight
+    weights["fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    config = _drafted().config.to_dict() | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
     }
     return _Checkpoint(config, weights)
 
@@ -276,9 +366,12 @@ _MAKERS: dict[str, Callable[[], Any]] = {
     "short-conv": _short_conv,
     "state": _state,
     "delta-net": _delta_net,
+    "delta-net-mtp": _delta_net_mtp,
     "drafted": _drafted,
     "eagle": _eagle,
     "wide-eagle": _wide_eagle,
+    "drafted-state": _drafted_state,
+    "state-eagle": _state_eagle,
     "mtp": _mtp,
     "modules": _modules,
     "latent": _latent,

@@ -31,10 +31,10 @@ WHOLE = {"max_num_batched_tokens": 4096}
 
 
 def eagle(name: str = "eagle", **fields: Any) -> dict[str, Any]:
-    return _speculative("eagle", model=str(models.make(name)), **fields)
+    return speculative("eagle", model=str(models.make(name)), **fields)
 
 
-def _speculative(method: str, num_tokens: int = 3, **fields: Any) -> dict[str, Any]:
+def speculative(method: str, num_tokens: int = 3, **fields: Any) -> dict[str, Any]:
     config = {"method": method, "num_speculative_tokens": num_tokens, **fields}
     return {"speculative_config": config}
 
@@ -184,7 +184,7 @@ def test_a_draft_at_decode_alone(fleet: Fleet) -> None:
     assert "expected the draft of this engine, got none" in engines.pair.decode.process.log()
 
 
-MTP = _speculative("mtp", 2)
+MTP = speculative("mtp", 2)
 
 
 def test_as_much_is_accepted_of_multi_token_prediction(fleet: Fleet) -> None:
@@ -192,7 +192,7 @@ def test_as_much_is_accepted_of_multi_token_prediction(fleet: Fleet) -> None:
     assert_all_is_equal(drafting(fleet, config, config), is_chunked=False)
 
 
-DRAFT_MODEL = _speculative("draft_model", model=str(models.make("drafted")))
+DRAFT_MODEL = speculative("draft_model", model=str(models.make("drafted")))
 WIDE, WIDE_NOT_PARALLEL = eagle("wide-eagle"), eagle("wide-eagle", draft_tensor_parallel_size=1)
 
 

@@ -231,6 +231,14 @@ def test_older_versions_call_the_index_a_rank() -> None:
     assert read_settings(config).config.port == 5702
 
 
+PCP = {"prefill_context_parallel_size": 2, "decode_context_parallel_size": 2}
+
+
+def test_ranks_of_prefill_context_parallelism_are_ranks_of_a_stage() -> None:
+    found = read_settings(vllm_config(parallel=PCP, transfer={"kv_role": "kv_producer"}))
+    assert (found.tp_size, found.block_tokens) == (4, 256)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -243,7 +251,8 @@ def test_older_versions_call_the_index_a_rank() -> None:
         ({"extra": {"port": 65535}, "parallel": {"data_parallel_index": 1}}, "at most 65534"),
         ({"transfer": {"kv_role": None}}, "kv_role: expected kv_producer, kv_consumer or kv_both"),
         ({"transfer": {"engine_id": None}}, "engine_id: expected a name"),
-        ({"parallel": {"prefill_context_parallel_size": 4}}, "prefill_context_.*expected 1, got 4"),
+        ({"parallel": {"prefill_context_parallel_size": 4}}, "prefill_context_.*got 4 and 1 in a"),
+        ({"parallel": PCP}, "prefill_context_.*a kv_producer .*, got 2 and 2 in a kv_both"),
         ({"model": {"is_encoder_decoder": True}}, "got an encoder-decoder"),
         ({"model": {"is_attention_free": True}}, "got one without attention"),
     ],

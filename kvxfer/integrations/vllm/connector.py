@@ -217,7 +217,7 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         return KvxferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _cp_rank(vllm_config: Any) -> int:
+def cp_rank_of(vllm_config: Any) -> int:
     if getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) == 1:
         return 0
     from vllm.distributed.parallel_state import get_dcp_group
@@ -225,21 +225,32 @@ def _cp_rank(vllm_config: Any) -> int:
     return int(get_dcp_group().rank_in_group)
 
 
+def agree_on_rank(parallel: Any, incarnation: bytes) -> tuple[bytes, RankId]:
+    """The first rank's ``incarnation``, and this rank's place. Ranks of prefill context parallelism
+    are behind each other, as in the keys of vLLM's handshake.
+    """
+    from vllm.distributed import parallel_state
+
+    tp_size, place = parallel.tensor_parallel_size, {"tp": 0, "pcp": 0, "pp": 0}
+    sizes = {
+        "tp": tp_size,
+        "pcp": getattr(parallel, "prefill_context_parallel_size", 1),
+        "pp": parallel.pipeline_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            group = getattr(parallel_state, f"get_{name}_group")()
+            incarnation = group.broadcast_object(incarnation, src=0)
+            place[name] = group.rank_in_group
+    return incarnation, RankId(place["pp"], place["tp"] + place["pcp"] * tp_size)
+
+
 def _make_worker(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
     """The side of this worker's rank. Every rank must come here: they agree on an incarnation."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
     if settings.switch_interval_s is not None:
         sys.setswitchinterval(settings.switch_interval_s)
-    incarnation = secrets.token_bytes(16)
-    rank = RankId(0, 0)
-    if settings.tp_size > 1:
-        incarnation = get_tp_group().broadcast_object(incarnation, src=0)
-        rank = RankId(0, get_tp_group().rank_in_group)
-    if settings.pp_size > 1:
-        incarnation = get_pp_group().broadcast_object(incarnation, src=0)
-        rank = RankId(get_pp_group().rank_in_group, rank.tp)
-    model = cache_model(vllm_config, cp_rank=_cp_rank(vllm_config))
+    incarnation, rank = agree_on_rank(vllm_config.parallel_config, secrets.token_bytes(16))
+    model = cache_model(vllm_config, cp_rank=cp_rank_of(vllm_config))
     return WorkerSide(
         settings,
         facts=cache_facts(vllm_config, kv_cache_config),

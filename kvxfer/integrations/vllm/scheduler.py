@@ -112,6 +112,7 @@ class SchedulerSide:
         self._group_ids = tuple(range(num_groups))
         self._core: SchedulerConnector | None = None
         self._incarnation = b""
+        self._has_draft = False
         self._failures: dict[str, str] = {}
         self._details: dict[str, str] = {}
         self._can_pin = can_pin
@@ -145,6 +146,7 @@ class SchedulerSide:
         if self._core is None or incarnation != self._incarnation:
             settings = self._settings
             self._incarnation = incarnation
+            self._has_draft = bool(facts.draft_layers)
             self._held.clear()
             for pins in filter(None, (self._pins, self._edges)):
                 pins.unpin_all()  # whoever read them has lost the pool they were in
@@ -192,7 +194,7 @@ class SchedulerSide:
             try:
                 self._core.on_new_request(without_last_token(view) if is_shorter else view)
                 if is_shorter and self._core.is_offered(view.request_id):
-                    drop_last_token(request)
+                    drop_last_token(request, has_draft=self._has_draft)
             except (AttributeError, TypeError, ValueError) as e:
                 # From whoever made the request: the engine must not end for it.
                 self._core.refuse_request(view, Reason.BAD_PARAMS, str(e))

@@ -131,13 +131,13 @@ def read_settings(vllm_config: Any) -> Settings:
     return Settings(
         config=loaded.config.for_engine(
             gives_kv=can_send,
-            num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            num_ranks=_stage_ranks(parallel) * parallel.pipeline_parallel_size,
             replica=_replica(parallel),
         ),
         engine_id=transfer.engine_id,
         can_send=can_send,
         can_receive=transfer.kv_role in _RECEIVERS,
-        tp_size=parallel.tensor_parallel_size,
+        tp_size=_stage_ranks(parallel),
         pp_size=parallel.pipeline_parallel_size,
         prefix_caching=bool(cache.enable_prefix_caching),
         # A block id stands for a block on each rank that shares the tokens
@@ -202,12 +202,26 @@ def _refuse_model(vllm_config: Any) -> None:
 
 
 def _refuse_parallel(vllm_config: Any) -> None:
-    size = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
-    if size != 1:  # In vLLM 0.32 these ranks hold the same tokens; beside DCP each its own.
+    """Ranks of prefill context parallelism hold all tokens, or what decode context parallelism
+    leaves them. Only in the second case vLLM's handshake tells them apart.
+    """
+    parallel, role = vllm_config.parallel_config, vllm_config.kv_transfer_config.kv_role
+    size = getattr(parallel, "prefill_context_parallel_size", 1)
+    shared = getattr(parallel, "decode_context_parallel_size", 1)
+    if size > 1 and (shared == 1 or role != "kv_producer"):
         raise ConfigError(
-            f"prefill_context_parallel_size: expected 1, got {size}; vLLM does not say which "
-            "tokens a rank then holds; use decode_context_parallel_size"
+            f"prefill_context_parallel_size: expected 1, or a kv_producer that sets "
+            f"decode_context_parallel_size too, got {size} and {shared} in a {role}; without the "
+            "second vLLM has one name for ranks that all hold the same KV"
         )
+
+
+def _stage_ranks(parallel: Any) -> int:
+    """Ranks of a pipeline stage. Those of prefill context parallelism count as more of tensor
+    parallelism, in the order of vLLM's handshake.
+    """
+    pcp_size = getattr(parallel, "prefill_context_parallel_size", 1)
+    return int(parallel.tensor_parallel_size * pcp_size)
 
 
 def _replica(parallel: Any) -> int:

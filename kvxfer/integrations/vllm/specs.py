@@ -75,6 +75,9 @@ class StateSpec:
         kind: vLLM's ``mamba_type`` by name.
         shapes, dtypes: of each tensor, on this rank.
         is_replicated: each rank holds all of it.
+        num_drafted_tokens: how many tokens of a step may be rejected. vLLM then has room for one
+            more state each, in blocks of the table behind the one of the state that counts, and for
+            one more step each of a convolution, behind those that count.
     """
 
     state_tokens: int
@@ -82,6 +85,7 @@ class StateSpec:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     is_replicated: bool = False
+    num_drafted_tokens: int = 0
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, tuple[int, LayerSpec | StateSpec]]:
@@ -120,7 +124,7 @@ def _read(layer: str, spec: Any) -> LayerSpec | StateSpec:
     if kind is interface.MLAAttentionSpec:
         return _record(layer, spec, is_latent=True)
     if kind is interface.MambaSpec:
-        return _state(layer, spec)
+        return _state(spec)
     if kind is interface.SlidingWindowSpec:
         return _record(layer, spec, window=_kept_tokens(spec))
     if kind is interface.ChunkedLocalAttentionSpec:
@@ -140,18 +144,14 @@ def cannot_move(layer: str, kind: str) -> ConfigError:
     )
 
 
-def _state(layer: str, spec: Any) -> StateSpec:
-    if getattr(spec, "num_speculative_blocks", 0):
-        raise ConfigError(
-            f"{layer}: expected one state of a request, got {spec.num_speculative_blocks} more for "
-            "tokens that may be rejected; serve this model without speculative decoding"
-        )
+def _state(spec: Any) -> StateSpec:
     return StateSpec(
         state_tokens=spec.block_size,
         kind=getattr(spec.mamba_type, "name", str(spec.mamba_type)).upper(),
         shapes=tuple(map(tuple, spec.shapes)),
         dtypes=tuple(spec.dtypes),
         is_replicated=getattr(spec, "tp_replicated", False),
+        num_drafted_tokens=getattr(spec, "num_speculative_blocks", 0),
     )
 
 

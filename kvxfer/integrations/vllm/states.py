@@ -55,8 +55,11 @@ def regions_of_state(
     if spec.is_replicated:
         rank = Rank(0, 1)
     found: list[Region] = []
+    num_drafted = _num_drafted_steps(layer, spec, model)
     for number, parts in enumerate(_parts(layer, spec, rank, model)):
         steps, stride_step, num_channels, stride_channel = _axes(layer, spec, number)
+        if _is_convolution(spec, number):
+            steps -= num_drafted
         itemsize = spec.dtypes[number].itemsize
         whole = Region(
             layer=layer,
@@ -90,6 +93,29 @@ def _nbytes(spec: StateSpec, number: int) -> int:
 
 def _is_convolution(spec: StateSpec, number: int) -> bool:
     return number == 0 and spec.kind != "LINEAR"
+
+
+def _num_drafted_steps(layer: str, spec: StateSpec, model: CacheModel) -> int:
+    """Steps of a convolution that do not count: vLLM's kernels keep the inputs of the tokens that
+    may be rejected behind its own. What prefill leaves, and what a first step of decode reads, is
+    in front of them: with one accepted token the offset is 0.
+
+    Raises ConfigError for a layer that has no such room: vLLM has no way back for it.
+    """
+    if not spec.num_drafted_tokens:
+        return 0
+    module = model.layers.get(layer)
+    found = (getattr(module, name, None) for name in ("conv1d", "conv", "q_conv1d"))
+    kept = next((conv.weight.shape[-1] - 1 for conv in found if conv is not None), None)
+    steps = _axes(layer, spec, 0)[0]
+    if spec.kind == "LINEAR" or kept is None or steps != kept + spec.num_drafted_tokens:
+        raise ConfigError(
+            f"{layer}: expected a convolution of {spec.kind} with room for "
+            f"{spec.num_drafted_tokens} tokens that may be rejected, got {steps} steps where its "
+            f"kernel looks at {kept or 'unknown'}: this vLLM cannot take a rejected token back out "
+            "of its state; serve this model without speculative decoding"
+        )
+    return spec.num_drafted_tokens
 
 
 def _axes(layer: str, spec: StateSpec, number: int) -> tuple[int, int, int, int]:

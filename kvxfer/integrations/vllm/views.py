@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,10 +70,17 @@ def without_last_token(view: _RequestView) -> _RequestView:
     return replace(view, prompt_token_ids=tokens, num_prompt_tokens=len(tokens))
 
 
-def drop_last_token(request: Any) -> None:
+def drop_last_token(request: Any, *, has_draft: bool) -> None:
     """Have a request computed up to its last prompt token, and no further: its answer is one token,
-    which nobody uses. The caller's own list of tokens stays as it is.
+    which nobody uses but a draft. That makes the KV of the last token that is computed with the
+    answer, so the answer is to be the token that is dropped. The caller's own list of tokens and
+    sampling parameters stay as they are.
     """
+    is_text = not getattr(request, "mm_features", None)  # others may be in no vocabulary
+    if has_draft and is_text and not request.use_structured_output:
+        params = request.sampling_params = copy(request.sampling_params)
+        params.allowed_token_ids = [request.prompt_token_ids[-1]]
+        params.temperature, params.min_tokens = 0.0, 0
     request.prompt_token_ids = request.prompt_token_ids[:-1]
     del request._all_token_ids[-1]  # noqa: SLF001  # as vLLM's own connector does it
     request.num_prompt_tokens -= 1
