@@ -61,7 +61,8 @@ class Pair:
             environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host}
         return Worker(
             f"{contender.name}, {side}", make,
-            engine_args(self.plan, contender, side, port), self.logs[at], handed, bool(gpus),
+            engine_args(self.plan, contender, side, port), self.logs[at], handed,
+            not self.plan.model.has_weights,
             environment=environment | contender.environment[side],
             method=method_for("cuda" if gpus else "cpu"), is_daemon=False,
         )  # fmt: skip
