@@ -18,11 +18,13 @@ contenders (--contender, may be repeated):
                                             argument of vLLM's engines
 
 early is kvxfer whose decode hears of a request together with prefill. With --link
-the engines, on CPUs, have a network each, joined by a slow link (root).
+the engines, on CPUs unless --gpus says otherwise, have a network each, joined by
+a slow link (root).
 
 loads (--load, may be repeated; "/" separates alternatives):
   rate=2/4,prompt=1000-8000,output=64-128   Poisson arrivals, even lengths
   rate=2,prompt=33/128/1024/4000,output=64
+  every=2.5,prompt=992,output=4             seconds from one to the next
   trace=FILE                                JSON lines with some of timestamp
                                             (ms), input_length, output_length;
                                             what is missing is drawn
@@ -60,11 +62,13 @@ from scripts.benchmarks.load_pairs import Pair
 from scripts.benchmarks.load_plan import (
     BY_NAME,
     TINY,
+    WIDE,
     Contender,
     Job,
     Load,
     Model,
     Plan,
+    engine_args,
     engine_nbytes,
     groups_of,
     largest_that_fits,
@@ -76,6 +80,7 @@ from scripts.benchmarks.load_stats import (
     Check,
     Objective,
     Served,
+    aims_of,
     cells_of,
     leading,
     merged,
@@ -118,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--limit-s", type=positive, default=540.0, help="of the whole run; what is left is told")
     objective = Objective(ttft=500, tpot=20)
     add("--objective", type=Objective.parse, default=objective, help=f"default {objective}")
-    models = (*BY_NAME, "tiny", "auto")
+    models = (*BY_NAME, WIDE.name, TINY.name, "auto")
     add("--model", choices=models, default="auto", help="default auto: the largest that fits")
     add("--gpus", type=int, choices=(0, 1, 2), help="default: what is there; 0: CPUs")
     add("--kv-tokens", type=count, help="of each pool (default: five of the longest requests)")
@@ -179,9 +184,8 @@ def free_nbytes_of_gpus() -> list[int]:
 def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str, str]]:
     """The plan, and what is left out with why. Raises SystemExit for what cannot be."""
     free_nbytes = free_nbytes_of_gpus()
-    num_gpus = min(2, len(free_nbytes)) if arguments.gpus is None else arguments.gpus
-    if arguments.link is not None:
-        num_gpus = 0
+    usual = 0 if arguments.link is not None else min(2, len(free_nbytes))
+    num_gpus = usual if arguments.gpus is None else arguments.gpus
     if num_gpus > len(free_nbytes):
         raise SystemExit(f"--gpus: expected at most {len(free_nbytes)}, got {num_gpus}")
     quick, left_out = arguments.quick, dict[str, str]()
@@ -223,7 +227,9 @@ def model_of(
     name: str, contenders: Sequence[Contender], kv_tokens: int, free_nbytes: Sequence[int]
 ) -> tuple[Model, int]:
     """The model, and how many pairs of engines have room together. ``free_nbytes``: of each GPU."""
-    if not free_nbytes or name == "tiny":
+    if name == WIDE.name:
+        return replace(WIDE, dtype_nbytes=2 if free_nbytes else 4), len(contenders)
+    if not free_nbytes or name == TINY.name:
         return tiny(), len(contenders)
     usable_nbytes, engines = int(0.95 * min(free_nbytes)), 2 // len(free_nbytes)
     num_engines = engines * len({contender.pair_key for contender in contenders})
@@ -244,7 +250,7 @@ def tiny() -> Model:
     """The small model with weights that the vLLM tests have."""
     from tests.vllm.models import make
 
-    return replace(TINY, path=str(make("llama")))
+    return replace(TINY, path=str(make("llama")), has_weights=True)
 
 
 # ------------------------------------------------------------------ a run
@@ -389,7 +395,18 @@ class Run:
     def write(self, *, is_last: bool = False) -> None:
         whole = {each.name: each.kind == "plain" for each in self.plan.contenders}
         self.report.records["cells"] = cells_of(self.served, self.objective, whole)
+        self.report.records["aims"] = aims_of(self.served, *early_pairs(self.plan))
         self.report.write(is_last=is_last)
+
+
+def early_pairs(plan: Plan) -> tuple[dict[str, str], int]:
+    """The contenders that ask both engines at once, each with the one that is the same in turn; and
+    the tokens of a step of prefill.
+    """
+    kvxfer = {each.pair_key: each.name for each in plan.contenders if each.kind == "kvxfer"}
+    early = [each for each in plan.contenders if each.kind == "early" and each.pair_key in kvxfer]
+    tokens = [engine_args(plan, each, "prefill", 0)["max_num_batched_tokens"] for each in early]
+    return {each.name: kvxfer[each.pair_key] for each in early}, min(tokens, default=1)
 
 
 def say(text: str) -> None:
@@ -498,6 +515,8 @@ def main() -> int:
                 run.link.close()
         run.write(is_last=True)
     print("\n".join([*tokens_told(report.records["checks"]), *summary(report.records["cells"])]))
+    for aim in report.records.get("aims", []):
+        print(aim)
     for what, why in report.lost.items():
         print(fill(f"not measured: {what[:200]}: {why[:300]}", 79, subsequent_indent="    "))
     print("hand: prefill's answer to decode's first token; +flr: its p50 beyond floor's")

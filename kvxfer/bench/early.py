@@ -140,8 +140,9 @@ class Life:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """Medians of a case, in milliseconds. ``bound_ms``: the aim of the first token, together.
-    ``cached_ms``: with most of the prompt in prefill's cache, from its first step's begin to the
-    first of these bytes on the link.
+    ``decode_ms``: of together, from the last byte in its place to the first token. ``cached_ms``:
+    with most of the prompt in prefill's cache, from its first step's begin to the first of these
+    bytes on the link.
     """
 
     wire: str
@@ -152,6 +153,7 @@ class Cell:
     in_turn_ms: float
     together_ms: float
     bound_ms: float
+    decode_ms: float
     cached_ms: float
 
     @property
@@ -168,13 +170,15 @@ COLUMNS = {
     "together": lambda c: f"{c.together_ms:.0f}",
     "aim": lambda c: f"{c.bound_ms:.0f}",
     "met": lambda c: "yes" if c.is_met else "no",
+    "decode": lambda c: f"{c.decode_ms:.0f}",
     "cached leave after": lambda c: f"{c.cached_ms:.1f}",
 }
 TEXT = (
     "Milliseconds, medians. *TTFT*: from sending the request to decode's first token. *prefill*, "
     "*transfer*: of requests in turn, where each has the machine for itself. *aim*: of together, "
-    f"{AIM:g} of the longer of these two, and one chunk's transfer. *cached leave after*: 0.9 of "
-    "the prompt is in prefill's cache; from the begin of its first step to these bytes on the link."
+    f"{AIM:g} of the longer of these two, and one chunk's transfer. *decode*: of together, from "
+    "the last byte in its place to that token. *cached leave after*: 0.9 of the prompt is in "
+    "prefill's cache; from the begin of its first step to these bytes on the link."
 )
 
 
@@ -325,6 +329,7 @@ def measure(pair: Pair, options: argparse.Namespace, case: tuple[str, int]) -> t
         in_turn_ms=1e3 * statistics.median(life.ttft_s for life in turns),
         together_ms=1e3 * median.ttft_s,
         bound_ms=1e3 * bound_s,
+        decode_ms=1e3 * statistics.median(life.ttft_s - life.load[2] for life in both),
         cached_ms=statistics.median(cached_ms),
     )
     return cell, median

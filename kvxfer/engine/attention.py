@@ -93,8 +93,12 @@ class PagedBackend:
     kernel_block_sizes: ClassVar[tuple[int | MultipleOf, ...]]
 
     @classmethod
-    def _gather(cls, kv_cache: Tensor, kernel_block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of the kernel blocks, in order, each as [kv heads, tokens, head_size]."""
+    def _gather(
+        cls, kv_cache: Tensor, kernel_block_ids: Tensor, heads: range
+    ) -> tuple[Tensor, Tensor]:
+        """K and V of these KV heads in the kernel blocks, in order, each as [heads, tokens,
+        head_size].
+        """
         raise NotImplementedError
 
     @classmethod
@@ -149,10 +153,16 @@ class PagedBackend:
             if ratio > 1:
                 ids = (ids[:, None] * ratio + torch.arange(ratio, device=ids.device)).flatten()
             base = first_block * meta.block_tokens
-            key, value = (
-                plane[:, first_seen - base : seq_len - base] for plane in cls._gather(kv_cache, ids)
-            )
-            output[begin:end] = _attend_one(query[begin:end], key, value, sight)
+            context = seq_len - first_seen
+            mask = _mask(num_new, context, sight, query.device)
+            for heads in _pieces(kv_cache, context):
+                key, value = (
+                    plane[:, first_seen - base : seq_len - base]
+                    for plane in cls._gather(kv_cache, ids, heads)
+                )
+                group = query.shape[1] // kv_cache.shape[3]
+                own = slice(heads.start * group, heads.stop * group)
+                output[begin:end, own] = _attend_one(query[begin:end, own], key, value, mask)
         return output
 
 
@@ -164,18 +174,20 @@ class _HndBackend(PagedBackend):
     kernel_block_sizes = (MultipleOf(8),)
 
     @classmethod
-    def _gather(cls, kv_cache: Tensor, kernel_block_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(
+        cls, kv_cache: Tensor, kernel_block_ids: Tensor, heads: range
+    ) -> tuple[Tensor, Tensor]:
         planes, num_blocks, tokens, num_heads, head_size = kv_cache.shape
         # One row per (plane, block, head), so that one copy also brings the heads to the front:
         # against gathering blocks and then permuting them, 130 us to 180 for 32 blocks of 16
         # tokens, 63 to 63 for 8, and 50 to 36 for 2 (8 heads of 64 float32, one CPU thread).
         device = kv_cache.device
         plane_rows = torch.arange(planes, device=device)[:, None, None] * (num_blocks * num_heads)
-        head_rows = torch.arange(num_heads, device=device)[:, None]
+        head_rows = torch.arange(heads.start, heads.stop, device=device)[:, None]
         rows = plane_rows + head_rows + kernel_block_ids * num_heads
         physical = kv_cache.transpose(2, 3).view(-1, tokens * head_size)
         gathered = physical.index_select(0, rows.flatten())
-        key, value = gathered.view(planes, num_heads, -1, head_size).unbind()
+        key, value = gathered.view(planes, len(heads), -1, head_size).unbind()
         return key, value
 
 
@@ -189,10 +201,12 @@ class _NhdBackend(PagedBackend):
     kernel_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (8, 16, 32, 64)
 
     @classmethod
-    def _gather(cls, kv_cache: Tensor, kernel_block_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(
+        cls, kv_cache: Tensor, kernel_block_ids: Tensor, heads: range
+    ) -> tuple[Tensor, Tensor]:
         key, value = (
             plane.index_select(0, kernel_block_ids).flatten(0, 1).transpose(0, 1)
-            for plane in kv_cache.unbind()
+            for plane in kv_cache[:, :, :, heads.start : heads.stop].unbind()
         )
         return key, value
 
@@ -220,22 +234,36 @@ def beside_states(backend: type[PagedBackend]) -> type[PagedBackend]:
     return _HndPagesBackend if backend is _HndBackend else backend
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
+_GATHERED_NBYTES = 2 << 20
+"""Heads are gathered together while they are no more than this, which a core's cache holds. A token
+that sees 64 MiB of KV in four layers took 10 ms (one CPU thread), and 16 to 38 with all heads of a
+layer at once: these 16 MiB are memory that is fresh each time.
+"""
+
+
+def _pieces(kv_cache: Tensor, context: int) -> list[range]:
+    """The KV heads that are gathered together for a request that sees so many tokens."""
+    *_, num_heads, head_size = kv_cache.shape
+    num = max(1, _GATHERED_NBYTES // (2 * context * head_size * kv_cache.element_size()))
+    return [range(lo, min(lo + num, num_heads)) for lo in range(0, num_heads, num)]
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """One request: query [new, query heads, D], key and value [kv heads, context, D], which begin
-    at the first position that the first query sees -> [new, query heads, D].
+    at the first position that the first query sees -> [new, query heads, D]. ``mask``: None for
+    plain causal order.
     """
     num_new, num_query_heads, head_size = query.shape
-    num_kv_heads, context, _ = key.shape
+    num_kv_heads = len(key)
     group = num_query_heads // num_kv_heads
     if num_new == 1:
         # The query heads of one KV head are rows of one matrix: K and V are read once for the whole
         # group.
-        rows = query.view(num_kv_heads, group, head_size)
+        rows = query.reshape(num_kv_heads, group, head_size)
         attended = scaled_dot_product_attention(rows[None], key[None], value[None])
         return attended.reshape(1, num_query_heads, head_size)
     heads = query.transpose(0, 1).reshape(num_kv_heads, group, num_new, head_size)
     key, value = (plane[:, None].expand(-1, group, -1, -1) for plane in (key, value))
-    mask = _mask(num_new, context, sight, query.device)
     attended = scaled_dot_product_attention(
         heads, key, value, attn_mask=mask, is_causal=mask is None
     )
@@ -244,6 +272,8 @@ def _attend_one(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tens
 
 def _mask(num_new: int, context: int, sight: Sight, device: torch.device) -> Tensor | None:
     """Which of the context each new token sees, [new, context]; None: plain causal order."""
+    if num_new == 1:
+        return None  # all of it
     # A context begins at the first token that the first new one sees: with a chunk.
     is_narrow = (sight.window or sight.chunk or context) < context
     if num_new == context and not is_narrow:

@@ -32,7 +32,13 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     "VLLM_KV_CACHE_LAYOUT": "HND",  # what NixlConnector asks for: the same attention for all
 }
-ON_CPUS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ON_CPUS = {
+    **{"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+"""With the worker in the engine core's process: each of two would spin for a second after the last
+message of the other, so a pair of engines would take four cores.
+"""
 
 
 class Pair:
@@ -61,7 +67,8 @@ class Pair:
             environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host}
         return Worker(
             f"{contender.name}, {side}", make,
-            engine_args(self.plan, contender, side, port), self.logs[at], handed, bool(gpus),
+            engine_args(self.plan, contender, side, port), self.logs[at], handed,
+            not self.plan.model.has_weights,
             environment=environment | contender.environment[side],
             method=method_for("cuda" if gpus else "cpu"), is_daemon=False,
         )  # fmt: skip

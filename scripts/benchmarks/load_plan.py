@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -69,6 +70,7 @@ class Load:
 
     Attributes:
         rate: mean requests a second; the times between them are exponential (Poisson arrivals).
+        every_s: between two requests, always the same; 0: as the rate has it.
         trace: lines that say some or all of it, used one after the other and then again.
     """
 
@@ -77,11 +79,13 @@ class Load:
     output: Span = Span(64, 128)
     trace: tuple[TraceLine, ...] = ()
     trace_name: str = ""
+    every_s: float = 0.0
 
     def __str__(self) -> str:
         known = self.trace[0] if self.trace else TraceLine()
         parts = [f"trace={self.trace_name}"] if self.trace else []
-        parts += [f"rate={self.rate:g}"] if known.arrival_ms is None else []
+        arrivals = f"every={self.every_s:g}" if self.every_s else f"rate={self.rate:g}"
+        parts += [arrivals] if known.arrival_ms is None else []
         parts += [f"prompt={self.prompt}"] if known.prompt_tokens is None else []
         parts += [f"output={self.output}"] if known.output_tokens is None else []
         return ",".join(parts)
@@ -96,15 +100,20 @@ class Load:
 
 def parse_loads(text: str) -> list[Load]:
     """``rate=2/4,prompt=1000-8000,output=64-128,trace=FILE``: each is optional, ``/`` separates
-    alternatives, and every combination is a load. Raises ArgumentTypeError.
+    alternatives, and every combination is a load. ``every=2.5`` (seconds) in the place of a rate.
+    Raises ArgumentTypeError.
     """
     usual = {"rate": "2", "prompt": "1000-8000", "output": "64-128"}
     given = dict(pair.partition("=")[::2] for pair in text.split(","))
-    name = given.pop("trace", None)
+    name, every = given.pop("trace", None), given.pop("every", None)
     try:
         trace = Load() if name is None else read_trace(Path(name))
+        if every is not None:
+            if "rate" in given or not 0 < float(every) < math.inf:
+                return _refused("every above 0, and no rate")
+            trace = replace(trace, every_s=float(every))
         if unknown := given.keys() - usual.keys():
-            return _refused(f"rate, prompt, output and trace, got {', '.join(unknown)}")
+            return _refused(f"rate, every, prompt, output and trace, got {', '.join(unknown)}")
         values = {key: (usual | given)[key].split("/") for key in usual}
         loads = [
             replace(trace, rate=float(rate), prompt=Span.parse(prompt), output=Span.parse(output))
@@ -203,10 +212,11 @@ def _arrivals(
     if trace[0].arrival_ms is not None:
         yield from _traced(trace, round_number * duration_s, duration_s)
         return
-    arrival_s, index = 0.0, round(round_number * duration_s * load.rate)
+    mean_s = load.every_s or 1 / load.rate
+    arrival_s, index = 0.0, round(round_number * duration_s / mean_s)
     while arrival_s < duration_s:
         yield arrival_s, trace[index % len(trace)]
-        arrival_s, index = arrival_s + rng.exponential(1 / load.rate), index + 1
+        arrival_s, index = arrival_s + (load.every_s or rng.exponential(mean_s)), index + 1
 
 
 def _traced(
@@ -312,7 +322,7 @@ def _json(text: str) -> Any:  # noqa: ANN401
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Geometry of a Llama. ``path``: its folder, where there are weights; else they are seeded."""
+    """Geometry of a Llama. ``path``: its folder; without ``has_weights`` there they are seeded."""
 
     name: str
     layers: int
@@ -324,6 +334,7 @@ class Model:
     vocab_size: int = 128256
     dtype_nbytes: int = 2
     path: str = ""
+    has_weights: bool = False
 
     @property
     def kv_nbytes(self) -> int:
@@ -396,6 +407,10 @@ BY_NAME = MODELS | {
 """With those that are taken only if they are named: 12 of the model's 61 layers."""
 TINY = Model("tiny", 4, 256, 8, 4, 32, 512, vocab_size=1000, dtype_nbytes=4)
 """That of the vLLM tests, which has weights."""
+WIDE = Model("wide", 8, 64, 8, 8, 128, 128, vocab_size=1000)
+"""Much KV for what it computes: over a slow link a prompt's transfer takes longer than its prefill,
+on few cores too.
+"""
 OVERHEAD_NBYTES = 2 << 30
 """Of an engine on a GPU beside weights and KV: CUDA, workspaces, activations, graphs."""
 
@@ -465,7 +480,7 @@ def engine_args(plan: Plan, contender: Contender, side: str, port: int) -> dict[
     model = plan.model
     found: dict[str, Any] = {
         **{"model": model.path, "dtype": "bfloat16" if plan.gpus else "float32", "seed": 0},
-        **{"load_format": "dummy" if plan.gpus else "auto", "skip_tokenizer_init": True},
+        **{"load_format": "auto" if model.has_weights else "dummy", "skip_tokenizer_init": True},
         **{"max_model_len": plan.longest, "max_num_seqs": 32, "block_size": plan.block_tokens},
         "max_num_batched_tokens": max(2048, min(8192, plan.longest)),
         "kv_cache_memory_bytes": plan.kv_tokens * model.kv_nbytes,

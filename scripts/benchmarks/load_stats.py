@@ -290,6 +290,64 @@ def _ratio(one: float, other: float) -> float:
     return one / other if other > 0 else math.nan
 
 
+AIM = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """Of requests whose decode hears of them together with prefill; medians, in milliseconds.
+    ``prefill_ms``: of the floor. ``transfer_ms``: of a hand-over in turn, less the floor's.
+    """
+
+    load: str
+    contender: str
+    prefill_ms: float
+    transfer_ms: float
+    in_turn_ms: float
+    together_ms: float
+    num_chunks: int
+
+    @property
+    def bound_ms(self) -> float:
+        longer_ms = max(self.prefill_ms, self.transfer_ms)
+        return AIM * longer_ms + self.transfer_ms / self.num_chunks
+
+    @property
+    def is_met(self) -> bool:
+        return self.together_ms <= self.bound_ms
+
+    def __str__(self) -> str:
+        said = f"{self.contender}: first token after {self.together_ms:.0f} ms"
+        return f"{said}, aim {self.bound_ms:.0f}, in turn {self.in_turn_ms:.0f}"
+
+
+def aims_of(served: Sequence[Served], pairs: Mapping[str, str], chunk_tokens: int) -> list[Aim]:
+    """``pairs``: of contenders that ask both engines at once, the one that is the same in turn;
+    both and the floor were measured. ``chunk_tokens``: of a step of prefill.
+    """
+    by_cell: dict[tuple[str, str], list[Served]] = defaultdict(list)
+    for each in served:
+        if not each.error:
+            by_cell[each.load, each.contender].append(each)
+    return [
+        Aim(
+            load=load,
+            contender=early,
+            prefill_ms=tail_of(1e3 * (e.prefilled_s or math.nan) for e in floor)[0],
+            transfer_ms=tail_of(e.handover_ms for e in turns)[0]
+            - tail_of(e.handover_ms for e in floor)[0],
+            in_turn_ms=tail_of(e.ttft_ms for e in turns)[0],
+            together_ms=tail_of(e.ttft_ms for e in both)[0],
+            num_chunks=max(-(-e.prompt_tokens // chunk_tokens) for e in both),
+        )
+        for load in dict.fromkeys(load for load, _ in by_cell)
+        for early, turn in pairs.items()
+        if (both := by_cell.get((load, early)))
+        and (turns := by_cell.get((load, turn)))
+        and (floor := by_cell.get((load, FLOOR)))
+    ]
+
+
 # ------------------------------------------------------------------ tables
 
 
@@ -350,6 +408,21 @@ CHECK: Columns[Check] = {
     "distinct tokens": lambda check: str(check.distinct_tokens),
     "note": lambda check: check.error,
 }
+AIMED: Columns[Aim] = {
+    "load": lambda aim: aim.load,
+    "contender": lambda aim: aim.contender,
+    "chunks": lambda aim: str(aim.num_chunks),
+    "prefill": lambda aim: _number(aim.prefill_ms),
+    "transfer": lambda aim: _number(aim.transfer_ms),
+    "TTFT in turn": lambda aim: _number(aim.in_turn_ms),
+    "together": lambda aim: _number(aim.together_ms),
+    "aim": lambda aim: _number(aim.bound_ms),
+    "met": lambda aim: "yes" if aim.is_met else "no",
+}
+AIM_TEXT = (
+    "Medians, in milliseconds. *prefill*: the floor's. *transfer*: the hand-over in turn, less the "
+    f"floor's. *aim*: of together, {AIM:g} of the longer of these two, and one chunk's transfer."
+)
 TEXT = (
     "Milliseconds. *TTFT*: from a request's scheduled arrival to decode's first token. "
     "*hand-over*: from prefill's answer to that token. *floor*: decode has the prompt's KV in its "
@@ -364,7 +437,9 @@ def tables(report: Report) -> list[Table]:
     cells: list[Cell] = report.records.get("cells", [])
     loads = list(dict.fromkeys(cell.load for cell in cells))
     text = f"{TEXT} *good*: {report.facts.get('objective', '')}."
+    aims: list[Aim] = report.records.get("aims", [])
     return [
+        *([table("Both engines asked at once", AIM_TEXT, AIMED, aims)] if aims else []),
         table("Tokens before timing", "", CHECK, report.records.get("checks", [])),
         *(table(load, text, CELL, [c for c in cells if c.load == load]) for load in loads),
     ]

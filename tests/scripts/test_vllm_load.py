@@ -48,6 +48,7 @@ from scripts.benchmarks.load_stats import (
     Cell,
     Objective,
     Served,
+    aims_of,
     cells_of,
     leading,
     merged,
@@ -108,6 +109,13 @@ def test_requests_are_within_what_was_asked(
     assert found
     assert len(lengths) == 1 or sum(lengths.values()) <= distinct_tokens
     assert not lengths.keys() & {job.prompt_id for job in jobs(load, round_number + 1)}
+
+
+def test_requests_that_come_at_equal_times() -> None:
+    (load,) = parse_loads("every=2.5,prompt=992,output=4")
+    assert str(load) == "every=2.5,prompt=992,output=4"
+    assert [job.arrival_s for job in jobs(load, 1, 7.0)] == [0, 2.5, 5]
+    assert {(job.prompt_tokens, job.output_tokens) for job in jobs(load)} == {(993, 4)}
 
 
 def test_prompts_are_all_different() -> None:
@@ -176,7 +184,9 @@ def test_a_trace_that_is_none(lines: list[object], said: str, tmp_path: Path) ->
     [
         ("rate=0", "expected a rate above 0"),
         ("prompt=9-3", "expected numbers like 64 or 64-128, got 9-3"),
-        ("prompts=9", "expected rate, prompt, output and trace, got prompts"),
+        ("every=0", "expected every above 0, and no rate"),
+        ("rate=1,every=2", "expected every above 0, and no rate"),
+        ("prompts=9", "expected rate, every, prompt, output and trace, got prompts"),
         ("trace=/nowhere", "No such file"),
     ],
 )
@@ -332,6 +342,27 @@ def test_a_cell_counts_what_went_wrong_and_what_was_good() -> None:
     assert (mine.good_per_s, mine.good_share) == pytest.approx((2 / taken_s, 0.5))
     assert mine.run_blocks == 2
     assert cells_of(found, Objective(), {"mine": True})[1].recomputed == 0
+
+
+def test_the_aim_of_both_at_once_is_the_longer_one_and_a_chunk() -> None:
+    def taking(contender: str, prefilled_s: float, first_s: float) -> list[Served]:
+        times = {"prefilled_s": prefilled_s, "token_s": (first_s,) * 3, "prompt_tokens": 993}
+        return [served(contender, n, **times) for n in range(3)]
+
+    floor, turn = taking("floor", 0.3, 0.31), taking("kvxfer:zmq", 0.32, 0.93)
+    for first_s, is_met in ((0.735, True), (0.736, False)):  # 1.1 * 0.6 + 0.6 / 8
+        both = taking("early:zmq", 0.4, first_s)
+        pairs = {"early:zmq": "kvxfer:zmq", "early:ucx": "kvxfer:ucx"}
+        (aim,) = aims_of([*floor, *turn, *both], pairs, 128)
+        assert (aim.prefill_ms, aim.transfer_ms) == pytest.approx((300, 600))
+        assert (aim.bound_ms, aim.num_chunks) == (pytest.approx(735), 8)
+        assert replace(aim, transfer_ms=aim.transfer_ms + 1e-6).is_met is is_met
+    assert str(aim) == "early:zmq: first token after 736 ms, aim 735, in turn 930"
+    (of_slow,) = aims_of([*taking("floor", 2.0, 2.01), *turn, *both], pairs, 128)
+    assert of_slow.bound_ms == pytest.approx(1.1 * 2000 + 75)
+    failed = [replace(each, error="it ended") for each in turn]
+    assert not aims_of([*floor, *failed, *both], pairs, 128)
+    assert not aims_of([*turn, *both], pairs, 128)
 
 
 def test_rounds_are_added_up_and_loads_kept_apart() -> None:
@@ -545,6 +576,19 @@ def test_a_plan_fits_the_gpus_that_are_there(
         *("kvxfer:zmq", "early:zmq"),
     ]
     assert many.model.name == "llama-8b"
+
+
+def test_over_a_link_engines_are_on_cpus_unless_gpus_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ("--link", "1,1", "--model", "wide", "--load", "every=1,prompt=992,output=4")
+    contenders = ("--contender", "early,wire=zmq", "--contender", "kvxfer,wire=zmq")
+    cpus = planned(monkeypatch, tmp_path, [79], *options, *contenders)
+    assert (cpus.gpus, cpus.model.kv_nbytes) == ((), 1 << 16)
+    assert vllm_load.early_pairs(cpus) == ({"early:zmq": "kvxfer:zmq"}, 2048)
+    gpus = planned(monkeypatch, tmp_path, [79], *options, "--gpus", "1", *contenders[:2])
+    assert (gpus.gpus, gpus.model.kv_nbytes, len(gpus.hosts)) == ((0, 0), 1 << 15, 2)
+    assert vllm_load.early_pairs(gpus) == ({}, 1)
 
 
 @pytest.mark.parametrize(
