@@ -248,6 +248,10 @@ def test_the_largest_model_that_fits_is_taken_and_pairs_come_in_groups() -> None
     assert latents.kv_nbytes == 12 * (1152 + 132)
     assert 14e9 < latents.weights_nbytes < 19e9
     assert latents.config(64)["architectures"] == ["DeepseekV32ForCausalLM"]
+    states = replace(BY_NAME["qwen3-next"], layers=12)
+    assert states.kv_nbytes == 3 * 2 * 2 * 256 * 2
+    assert states.state_nbytes == 9 * (3 * 8192 + 32 * 128 * 128) * 2  # as vLLM's shapes of it
+    assert states.config(64)["layer_types"].count("full_attention") == 3
     for model in MODELS.values():
         assert largest_that_fits(4, 1000, 4 * engine_nbytes(model, 1000)) is model
     assert largest_that_fits(4, 1000, 1).name == "llama-1b"
