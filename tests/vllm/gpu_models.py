@@ -63,6 +63,12 @@ _DEEPSEEK: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        **_SHAPE,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "head_dim": 64,
+    },
     "jamba": {  # Mamba1
         **_SHAPE,
         "architectures": ["JambaForCausalLM"],
