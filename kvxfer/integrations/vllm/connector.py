@@ -20,6 +20,7 @@ from kvxfer.integrations.vllm.compat import (
     KvxferMetadata,
     KvxferWorkerMetadata,
     SupportsHMA,
+    check_groups,
     counts_no_references,
     peer_hit_source,
 )
@@ -229,6 +230,7 @@ def _make_worker(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> 
     """The side of this worker's rank. Every rank must come here: they agree on an incarnation."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+    check_groups(len(kv_cache_config.kv_cache_groups))
     if settings.switch_interval_s is not None:
         sys.setswitchinterval(settings.switch_interval_s)
     incarnation = secrets.token_bytes(16)
