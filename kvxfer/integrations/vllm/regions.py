@@ -94,7 +94,8 @@ def locate(
     layer's view ``[B, H, N, C]``, or ``[B, N, C]`` of a latent up to vLLM 0.28, with those layers
     that use another one's KV. Returns one region for every plane, layer by layer in the groups'
     order: "k" and "v", "k_scale" and "v_scale" where each token has scales, "latent", or one
-    "page:" with a fingerprint for blocks that can only move whole. Raises ConfigError for a layer whose cache cannot be moved, with the reason.
+    "page:" with a fingerprint for blocks that can only move whole. Raises ConfigError for a layer
+    whose cache cannot be moved, with the reason.
     """
     specs = layer_specs(kv_cache_config)
     for layer in specs:
