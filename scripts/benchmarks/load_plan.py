@@ -403,7 +403,7 @@ class StateModel(Model):
 
     @property
     def kv_nbytes(self) -> int:
-        return Model.kv_nbytes.fget(replace(self, layers=self.layers // 4))  # type: ignore[attr-defined,no-any-return]
+        return self.layers // 4 * 2 * self.kv_heads * self.head_size * self.dtype_nbytes
 
     @property
     def state_nbytes(self) -> int:
@@ -413,7 +413,7 @@ class StateModel(Model):
 
     @property
     def cache_text(self) -> str:
-        return f"{Model.cache_text.fget(self)}, {self.state_nbytes:,} of a request's state"  # type: ignore[attr-defined]
+        return f"{self.kv_nbytes:,} bytes of KV a token, {self.state_nbytes:,} of a request's state"
 
     def pool_nbytes(self, kv_tokens: int) -> int:
         """A block is one of KV, or one of the states of a third of the other layers."""

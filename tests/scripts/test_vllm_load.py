@@ -34,6 +34,7 @@ from scripts.benchmarks.load_plan import (
     Load,
     Plan,
     Span,
+    StateModel,
     engine_args,
     engine_nbytes,
     groups_of,
@@ -249,6 +250,7 @@ def test_the_largest_model_that_fits_is_taken_and_pairs_come_in_groups() -> None
     assert 14e9 < latents.weights_nbytes < 19e9
     assert latents.config(64)["architectures"] == ["DeepseekV32ForCausalLM"]
     states = replace(BY_NAME["qwen3-next"], layers=12)
+    assert isinstance(states, StateModel)
     assert states.kv_nbytes == 3 * 2 * 2 * 256 * 2
     assert states.state_nbytes == 9 * (3 * 8192 + 32 * 128 * 128) * 2  # as vLLM's shapes of it
     assert states.config(64)["layer_types"].count("full_attention") == 3
