@@ -125,6 +125,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--objective", type=Objective.parse, default=objective, help=f"default {objective}")
     models = (*BY_NAME, WIDE.name, TINY.name, "auto")
     add("--model", choices=models, default="auto", help="default auto: the largest that fits")
+    add("--layers", type=count, help="of the model that is named, in place of all")
     add("--gpus", type=int, choices=(0, 1, 2), help="default: what is there; 0: CPUs")
     add("--kv-tokens", type=count, help="of each pool (default: five of the longest requests)")
     add("--block-tokens", type=count, help="default 16, on CPUs 32")
@@ -199,7 +200,12 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str
     loads = list(chain(*arguments.load)) or parse_loads(GPU_LOADS if num_gpus else CPU_LOADS)
     longest = max(load.most_tokens for load in loads)
     kv_tokens = arguments.kv_tokens or max(65536 if num_gpus else 8192, 5 * longest)
-    model, fit = model_of(arguments.model, contenders, kv_tokens, free_nbytes[:num_gpus])
+    named = (BY_NAME | {WIDE.name: WIDE}).get(arguments.model)
+    if named is not None and arguments.layers is not None:
+        named = replace(named, layers=arguments.layers)
+    model, fit = model_of(
+        named, contenders, kv_tokens, [] if arguments.model == TINY.name else free_nbytes[:num_gpus]
+    )
     plan = Plan(
         contenders=tuple(contenders),
         loads=tuple(loads),
@@ -224,16 +230,21 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str
 
 
 def model_of(
-    name: str, contenders: Sequence[Contender], kv_tokens: int, free_nbytes: Sequence[int]
+    named: Model | None,
+    contenders: Sequence[Contender],
+    kv_tokens: int,
+    free_nbytes: Sequence[int],
 ) -> tuple[Model, int]:
-    """The model, and how many pairs of engines have room together. ``free_nbytes``: of each GPU."""
-    if name == WIDE.name:
-        return replace(WIDE, dtype_nbytes=2 if free_nbytes else 4), len(contenders)
-    if not free_nbytes or name == TINY.name:
+    """The model, and how many pairs of engines have room together. ``free_nbytes``: of each GPU;
+    without any it is the tiny one. The wide one fits everywhere.
+    """
+    if named is not None and named.name == WIDE.name:
+        return replace(named, dtype_nbytes=2 if free_nbytes else 4), len(contenders)
+    if not free_nbytes:
         return tiny(), len(contenders)
     usable_nbytes, engines = int(0.95 * min(free_nbytes)), 2 // len(free_nbytes)
     num_engines = engines * len({contender.pair_key for contender in contenders})
-    model = BY_NAME.get(name) or largest_that_fits(num_engines, kv_tokens, usable_nbytes)
+    model = named or largest_that_fits(num_engines, kv_tokens, usable_nbytes)
     return model, usable_nbytes // (engines * engine_nbytes(model, kv_tokens))
 
 
@@ -443,7 +454,7 @@ def report_of(plan: Plan, arguments: argparse.Namespace, objective: Objective) -
     }
     facts |= {
         "engines": f"{where[plan.gpus]}; pools of {plan.kv_tokens:,} tokens",
-        "model": f"{model.name}, {model.kv_nbytes:,} bytes of KV a token",
+        "model": f"{model.name}, {model.layers} layers, {model.cache_text}",
         "blocks": f"{plan.block_tokens} tokens",
         "objective": str(objective),
         "rounds": f"{plan.rounds} of {plan.duration_s:g} s each, seed {plan.seed}",

@@ -97,7 +97,8 @@ class SeededWeights:
         """
         import torch
 
-        for name, parameter in self.model_runner.get_model().named_parameters():
+        model = self.model_runner.get_model()
+        for name, parameter in model.named_parameters():
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
             with torch.inference_mode():
                 if "norm" in name:
@@ -105,6 +106,9 @@ class SeededWeights:
                 else:
                     std = 1.0 if "embed" in name else QKV_STD if "qkv" in name else OTHER_STD
                     parameter.data.normal_(0, std, generator=generator)
+        for module in model.modules():
+            if hasattr(module, "kv_b_proj"):  # of latents vLLM derives what decode multiplies with
+                module.process_weights_after_loading(self.model_runner.model_config.dtype)
 
 
 class EngineHost:

@@ -342,6 +342,14 @@ class Model:
         return 2 * self.layers * self.kv_heads * self.head_size * self.dtype_nbytes
 
     @property
+    def cache_text(self) -> str:
+        return f"{self.kv_nbytes:,} bytes of KV a token"
+
+    def pool_nbytes(self, kv_tokens: int) -> int:
+        """Of a pool that holds so many tokens."""
+        return kv_tokens * self.kv_nbytes
+
+    @property
     def weights_nbytes(self) -> int:
         attention = self.hidden * self.head_size * 2 * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate
@@ -395,6 +403,59 @@ class SparseLatentModel(Model):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class StateModel(Model):
+    """Geometry of Qwen3-Next, with experts in one layer alone: of four layers three keep the state
+    of a gated delta net, with half as many heads of K as of V, and one keeps KV.
+    """
+
+    value_heads: int = 32
+    state_head_size: int = 128
+
+    @property
+    def kv_nbytes(self) -> int:
+        return self.layers // 4 * 2 * self.kv_heads * self.head_size * self.dtype_nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Of one request: the last three inputs of a convolution, and a matrix for each head."""
+        heads, size = self.value_heads, self.state_head_size
+        return self.layers * 3 // 4 * (3 * 2 * heads * size + heads * size**2) * self.dtype_nbytes
+
+    @property
+    def cache_text(self) -> str:
+        return f"{self.kv_nbytes:,} bytes of KV a token, {self.state_nbytes:,} of a request's state"
+
+    def pool_nbytes(self, kv_tokens: int) -> int:
+        """A block is one of KV, or one of the states of a third of the other layers."""
+        return 4 * Model.pool_nbytes(self, kv_tokens)
+
+    @property
+    def weights_nbytes(self) -> int:
+        state = 5 * self.hidden * self.value_heads * self.state_head_size
+        layer = state + 3 * self.hidden * self.intermediate
+        return (self.layers * layer + 2 * self.vocab_size * self.hidden) * self.dtype_nbytes
+
+    def config(self, max_tokens: int) -> dict[str, Any]:
+        kinds = [*["linear_attention"] * 3, "full_attention"] * (self.layers // 4)
+        return {
+            **Model.config(self, max_tokens),
+            **{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
+            **{"layer_types": kinds, "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25},
+            **{"linear_key_head_dim": self.state_head_size},
+            **{"linear_value_head_dim": self.state_head_size},
+            **{"linear_num_key_heads": self.value_heads // 2},
+            **{"linear_num_value_heads": self.value_heads},
+            # vLLM wants a layer with experts.
+            **{
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "mlp_only_layers": [*range(1, self.layers)],
+            },
+            **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+        }
+
+
 MODELS = {
     "llama-8b": Model("llama-8b", 32, 4096, 32, 8, 128, 14336),
     "llama-3b": Model("llama-3b", 28, 3072, 24, 8, 128, 8192),
@@ -402,9 +463,10 @@ MODELS = {
 }
 """Largest first."""
 BY_NAME = MODELS | {
-    "deepseek-v3.2": SparseLatentModel("deepseek-v3.2", 12, 7168, 128, 1, 576, 18432)
+    "deepseek-v3.2": SparseLatentModel("deepseek-v3.2", 12, 7168, 128, 1, 576, 18432),
+    "qwen3-next": StateModel("qwen3-next", 48, 2048, 16, 2, 256, 5120, vocab_size=151936),
 }
-"""With those that are taken only if they are named: 12 of the model's 61 layers."""
+"""With those that are taken only if they are named; of DeepSeek's 61 layers 12."""
 TINY = Model("tiny", 4, 256, 8, 4, 32, 512, vocab_size=1000, dtype_nbytes=4)
 """That of the vLLM tests, which has weights."""
 WIDE = Model("wide", 8, 64, 8, 8, 128, 128, vocab_size=1000)
@@ -416,7 +478,7 @@ OVERHEAD_NBYTES = 2 << 30
 
 
 def engine_nbytes(model: Model, kv_tokens: int) -> int:
-    return model.weights_nbytes + kv_tokens * model.kv_nbytes + OVERHEAD_NBYTES
+    return model.weights_nbytes + model.pool_nbytes(kv_tokens) + OVERHEAD_NBYTES
 
 
 def largest_that_fits(num_engines: int, kv_tokens: int, free_nbytes: int) -> Model:
@@ -483,7 +545,7 @@ def engine_args(plan: Plan, contender: Contender, side: str, port: int) -> dict[
         **{"load_format": "auto" if model.has_weights else "dummy", "skip_tokenizer_init": True},
         **{"max_model_len": plan.longest, "max_num_seqs": 32, "block_size": plan.block_tokens},
         "max_num_batched_tokens": max(2048, min(8192, plan.longest)),
-        "kv_cache_memory_bytes": plan.kv_tokens * model.kv_nbytes,
+        "kv_cache_memory_bytes": model.pool_nbytes(plan.kv_tokens),
         **{"enable_prefix_caching": True, "disable_log_stats": False},
         "worker_extension_cls": "scripts.benchmarks.load_host.SeededWeights",
         "enforce_eager": True,

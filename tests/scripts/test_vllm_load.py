@@ -34,6 +34,7 @@ from scripts.benchmarks.load_plan import (
     Load,
     Plan,
     Span,
+    StateModel,
     engine_args,
     engine_nbytes,
     groups_of,
@@ -258,6 +259,11 @@ def test_the_largest_model_that_fits_is_taken_and_pairs_come_in_groups() -> None
     assert latents.kv_nbytes == 12 * (1152 + 132)
     assert 14e9 < latents.weights_nbytes < 19e9
     assert latents.config(64)["architectures"] == ["DeepseekV32ForCausalLM"]
+    states = replace(BY_NAME["qwen3-next"], layers=12)
+    assert isinstance(states, StateModel)
+    assert states.kv_nbytes == 3 * 2 * 2 * 256 * 2
+    assert states.state_nbytes == 9 * (3 * 8192 + 32 * 128 * 128) * 2  # as vLLM's shapes of it
+    assert states.config(64)["layer_types"].count("full_attention") == 3
     for model in MODELS.values():
         assert largest_that_fits(4, 1000, 4 * engine_nbytes(model, 1000)) is model
     assert largest_that_fits(4, 1000, 1).name == "llama-1b"
@@ -355,7 +361,8 @@ def test_the_aim_of_both_at_once_is_the_longer_one_and_a_chunk() -> None:
         pairs = {"early:zmq": "kvxfer:zmq", "early:ucx": "kvxfer:ucx"}
         (aim,) = aims_of([*floor, *turn, *both], pairs, 128)
         assert (aim.prefill_ms, aim.transfer_ms) == pytest.approx((300, 600))
-        assert (aim.bound_ms, aim.num_chunks) == (pytest.approx(735), 8)
+        assert aim.bound_ms == pytest.approx(735)
+        assert aim.num_chunks == 8
         assert replace(aim, transfer_ms=aim.transfer_ms + 1e-6).is_met is is_met
     assert str(aim) == "early:zmq: first token after 736 ms, aim 735, in turn 930"
     (of_slow,) = aims_of([*taking("floor", 2.0, 2.01), *turn, *both], pairs, 128)

@@ -82,6 +82,10 @@ class Worker:
             "params": getattr(output, "kv_transfer_params", None),
             "first_token_s": self._first_s.pop(output.request_id, now_s) - submitted_s,
             "total_s": now_s - submitted_s,
+            "logprobs": [
+                {token: found.logprob for token, found in step.items()}
+                for step in answer.logprobs or ()
+            ],
         }
 
     def _read(self) -> bool:

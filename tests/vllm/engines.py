@@ -129,10 +129,14 @@ class EngineConfig:
         """Equal for configs whose engines are alike."""
         return f"{self!r}"
 
+    def folder(self) -> Path:
+        """Of the model."""
+        return models.make(self.model)
+
     def engine_args(self, port: int) -> dict[str, Any]:
         """Arguments of vLLM's EngineArgs."""
         found: dict[str, Any] = {
-            "model": str(models.make(self.model)),
+            "model": str(self.folder()),
             "dtype": "float32",
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -168,6 +172,8 @@ class Finished:
     params: dict[str, Any] | None
     first_token_s: float
     total_s: float
+    # Of each new token the likeliest ones, by token id as text; empty unless asked for.
+    logprobs: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

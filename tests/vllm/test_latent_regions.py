@@ -421,7 +421,7 @@ def test_a_block_that_states_do_not_divide_is_refused() -> None:
 # ------------------------------------------------------------------ what a writer is seen to do
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM has these operators on GPUs only")
+@pytest.mark.gpu  # vLLM has these operators on GPUs only
 @pytest.mark.parametrize(("quantisation", "cell_nbytes"), [("none", 132), ("fp8_ds_mla", 656)])
 def test_vllm_s_operators_write_the_rows(quantisation: str, cell_nbytes: int) -> None:
     """Those of the indexer and of FlashMLA's latents."""

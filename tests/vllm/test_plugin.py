@@ -28,7 +28,7 @@ with warnings.catch_warnings():
         supports_hma,
     )
 
-    from kvxfer.integrations.vllm import scheduler
+    from kvxfer.integrations.vllm import compat
     from kvxfer.integrations.vllm.compat import (
         KvxferHandshake,
         KvxferMetadata,
@@ -138,7 +138,7 @@ def test_what_the_class_says() -> None:
 def test_several_groups_need_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: Any = SimpleNamespace()
     assert SchedulerSide(settings, 2).loaded_group_ids() == (0, 1)
-    monkeypatch.setattr(scheduler, "REPORTS_FAILED_REQUESTS", False)
+    monkeypatch.setattr(compat, "REPORTS_FAILED_REQUESTS", False)
     assert SchedulerSide(settings, 1).loaded_group_ids() == (0,)
     with pytest.raises(ConfigError, match="disable-hybrid-kv-cache-manager"):
         SchedulerSide(settings, 2)

@@ -262,13 +262,14 @@ def test_groups_over_each_other_and_layers_that_share_kv(by_hand: ByHand) -> Non
     ]
 
 
-def test_a_latent(by_hand: ByHand) -> None:
+@pytest.mark.parametrize("shape", [(6, 1, 16, 8), (6, 16, 8)], ids=["0.29 on", "up to 0.28"])
+def test_a_latent(by_hand: ByHand, shape: tuple[int, ...]) -> None:
     latent = spec_of(num_kv_heads=1, head_size=8, head_size_v=0, is_latent=True)
 
     def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         cache[int(slots[0]) // cache.shape[2]] = key.transpose(0, 1)
 
-    views = {"a": torch.zeros(6, 1, 16, 8)}
+    views = {"a": torch.zeros(shape)}
     for rank in (0, 3):
         (region,) = by_hand.locate(
             views, {"a": (0, latent)}, write=write, tp_rank=rank, tp_size=4

@@ -15,6 +15,7 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.connector.records import ConnectorMetadata, FoundOffer, NearSources
+from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import CacheFacts, RankManifest
 
 
@@ -51,6 +52,16 @@ SupportsHMA: Any = getattr(base, "SupportsHMA", _Nothing)
 
 REPORTS_FAILED_REQUESTS: bool = hasattr(base, "KVConnectorTransferResults")
 """A failed load is named by its request; before, by block ids, which one group alone can do."""
+
+
+def check_groups(num_groups: int) -> None:
+    """Raises ConfigError for several groups where no failed load of theirs could be reported."""
+    if num_groups > 1 and not REPORTS_FAILED_REQUESTS:
+        raise ConfigError(
+            f"KV cache groups: expected 1, got {num_groups}; this vLLM cannot be told which "
+            "request's load failed, only blocks of one group: use vLLM 0.30 or later, or "
+            "--disable-hybrid-kv-cache-manager"
+        )
 
 
 PASSES_WORKER_METADATA: bool = hasattr(base, "KVConnectorWorkerMetadata")

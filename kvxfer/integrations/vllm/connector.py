@@ -20,6 +20,7 @@ from kvxfer.integrations.vllm.compat import (
     KvxferMetadata,
     KvxferWorkerMetadata,
     SupportsHMA,
+    check_groups,
     counts_no_references,
     peer_hit_source,
 )
@@ -247,6 +248,7 @@ def agree_on_rank(parallel: Any, incarnation: bytes) -> tuple[bytes, RankId]:
 
 def _make_worker(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
     """The side of this worker's rank. Every rank must come here: they agree on an incarnation."""
+    check_groups(len(kv_cache_config.kv_cache_groups))
     if settings.switch_interval_s is not None:
         sys.setswitchinterval(settings.switch_interval_s)
     incarnation, rank = agree_on_rank(vllm_config.parallel_config, secrets.token_bytes(16))

@@ -91,10 +91,11 @@ def locate(
     model: CacheModel,
 ) -> Located:
     """Regions and memory of the views that vLLM registers with a connector. ``kv_caches``: each
-    layer's view ``[B, H, N, C]``, with those layers that use another one's KV. Returns one region
-    for every plane, layer by layer in the groups' order: "k" and "v", "k_scale" and "v_scale" where
-    each token has scales, "latent", or one "page:" with a fingerprint for blocks that can only move
-    whole. Raises ConfigError for a layer whose cache cannot be moved, with the reason.
+    layer's view ``[B, H, N, C]``, or ``[B, N, C]`` of a latent up to vLLM 0.28, with those layers
+    that use another one's KV. Returns one region for every plane, layer by layer in the groups'
+    order: "k" and "v", "k_scale" and "v_scale" where each token has scales, "latent", or one
+    "page:" with a fingerprint for blocks that can only move whole. Raises ConfigError for a layer
+    whose cache cannot be moved, with the reason.
     """
     specs = layer_specs(kv_cache_config)
     for layer in specs:
@@ -103,7 +104,9 @@ def locate(
                 f"{layer}: expected a registered KV cache for every layer of the groups, got none; "
                 "serve this model without disaggregation"
             )
-    views = _views(kv_caches, specs)
+    views = _views(
+        {layer: _with_heads(kv_caches[layer], specs.get(layer)) for layer in kv_caches}, specs
+    )
     _check_devices(views)
     memory = _Memory(view.tensor for view in views)
     rank = Rank(tp_rank, tp_size)
@@ -168,6 +171,11 @@ def _views(
             )
         found.append(_View(layer, tensor, owner.group, owner.spec))
     return found
+
+
+def _with_heads(view: Tensor, of: tuple[int, LayerSpec | StateSpec] | None) -> Tensor:
+    is_latent = of is None or getattr(of[1], "is_latent", False)
+    return view.unsqueeze(1) if is_latent and view.dim() == 3 else view
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

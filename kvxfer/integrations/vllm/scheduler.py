@@ -26,10 +26,10 @@ from kvxfer.connector.records import (
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.compat import (
-    REPORTS_FAILED_REQUESTS,
     KvxferHandshake,
     KvxferMetadata,
     KvxferWorkerMetadata,
+    check_groups,
 )
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_scheduler
@@ -102,12 +102,7 @@ class SchedulerSide:
         num_own_tokens: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        if num_groups > 1 and not REPORTS_FAILED_REQUESTS:
-            raise ConfigError(
-                f"KV cache groups: expected 1, got {num_groups}; this vLLM cannot be told which "
-                "request's load failed, only blocks of one group: use a later vLLM, or "
-                "--disable-hybrid-kv-cache-manager"
-            )
+        check_groups(num_groups)
         self._settings = settings
         self._group_ids = tuple(range(num_groups))
         self._core: SchedulerConnector | None = None

@@ -1,0 +1,182 @@
+"""Models of which vLLM has kernels for GPUs alone, on two real engines that share one GPU: those
+that keep a state beside attention or latents, DeepSeek's latents with and without an indexer, and
+fp8 with a scale for each token.
+
+Prefill computes in chunks, and its blocks have another size than decode's. In float32 where the
+kernels have it. In bfloat16 a decode step rounds otherwise than a step of prefill, so that a token
+may be another one where two are nearly as likely: one engine's own probabilities say where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.vllm.cases import Pair, Sources, Tokens, concurrent_prompts, prompt
+from tests.vllm.engines import OFFER, Connector, Engine, Finished
+from tests.vllm.gpu_models import START_TIMEOUT_S, GpuConfig, GpuEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="no Triton"),
+]
+
+NEW_TOKENS = 12
+PROMPT_TOKENS = (2, 5, 63, 64, 130, 300, 1100)
+TIE = {"float32": 0.05, "bfloat16": 0.3}
+"""Of two log probabilities: those of other prompts' tokens lie 3 and more lower."""
+FIRST_TIMEOUT_S = 240.0  # while kernels are compiled
+NO_CACHE = {"enable_prefix_caching": False}
+PRECISE, ROUNDED = ({"dtype": dtype} for dtype in TIE)
+CHUNKS = {"max_num_batched_tokens": 192}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, and arguments of both engines, of prefill's and of decode's."""
+
+    model: str
+    groups: set[str]
+    both: dict[str, Any]
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
+
+    @property
+    def tie(self) -> float:
+        return TIE[self.both["dtype"]]
+
+    def config(self, side: str) -> GpuConfig:
+        more = self.both | (self.prefill if side == "prefill" else self.decode)
+        connector = Connector(policy="fail", extra={"verify": "all"})
+        return GpuConfig(connector, model=self.model, label=side, more=more)
+
+
+def state(model: str, numbers: dict[str, Any], attention: str = "FullAttentionSpec") -> Case:
+    """One state of a request at prefill, one in each block at decode."""
+    prefill = {"block_size": 128} | CHUNKS | NO_CACHE
+    return Case(model, {"MambaSpec", attention}, numbers, prefill, {"block_size": 256})
+
+
+def latent(model: str, groups: str, **both: str) -> Case:
+    return Case(model, {groups}, ROUNDED | both, {"block_size": 64} | CHUNKS, {"block_size": 128})
+
+
+MAMBA2 = state("granite", PRECISE)
+CASES = {
+    "mamba1": state("jamba", PRECISE),
+    "mamba2": MAMBA2,
+    "mamba2-cached": replace(
+        MAMBA2, prefill={"block_size": 256}, decode={"block_size": 128} | NO_CACHE
+    ),
+    "gated-delta-net": state("qwen3-next", ROUNDED),
+    "kimi-delta-attention": state("kimi-linear", ROUNDED, "MLAAttentionSpec"),
+    "linear-attention": state("ling", ROUNDED, "MLAAttentionSpec"),
+    "latents": latent("deepseek-v3", "MLAAttentionSpec"),
+    "sparse-latents": latent("deepseek-v3.2", "UniformTypeKVCacheSpecs"),
+    "scales-of-tokens": Case(
+        "llama",
+        {"FullAttentionSpec"},
+        ROUNDED | {"kv_cache_dtype": "fp8_per_token_head"},
+        {"block_size": 32} | CHUNKS,
+        {"block_size": 64},
+    ),
+    "packed-latents": latent("deepseek-v3.2", "UniformTypeKVCacheSpecs", kv_cache_dtype="fp8"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def pair(case: Case) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        engines: list[Engine] = []
+        for side in ("prefill", "decode"):
+            engines.append(GpuEngine(case.config(side)))
+            stack.callback(engines[-1].close)
+        found = Pair(*(engine.wait_ready(START_TIMEOUT_S) for engine in engines))
+        warm = [engine.submit_all(list(concurrent_prompts(3)), 2) for engine in engines]
+        for engine, request_ids in zip(engines, warm, strict=True):
+            for request_id in request_ids:
+                engine.result(request_id, FIRST_TIMEOUT_S)
+        yield found
+
+
+def alone(engine: Engine, prompts: Sequence[Tokens]) -> list[Finished]:
+    """What it answers by itself, with nothing cached before or after."""
+    engine.reset()
+    ids = engine.submit_all(prompts, NEW_TOKENS, logprobs=20)
+    answers = [engine.result(each, FIRST_TIMEOUT_S) for each in ids]
+    engine.reset()
+    return answers
+
+
+def gaps(got: Sequence[Finished], alone: Sequence[Finished]) -> list[float]:
+    """Of each prompt, where its tokens first are not one engine's: how much less likely is the
+    token to that engine than its own (99: not among its 20 likeliest)? 0 where they are equal.
+    """
+    found = []
+    for answer, own in zip(got, alone, strict=True):
+        pairs = enumerate(zip(answer.token_ids, own.token_ids, strict=True))
+        at = next((i for i, (token, want) in pairs if token != want), None)
+        if at is None:
+            found.append(0.0)
+        else:
+            step = own.logprobs[at]
+            least = step[str(own.token_ids[at])] - 99
+            found.append(step[str(own.token_ids[at])] - step.get(str(answer.token_ids[at]), least))
+    return found
+
+
+def assert_as_alone(case: Case, got: Sequence[Finished], alone: Sequence[Finished]) -> None:
+    found = gaps(got, alone)
+    assert max(found) <= case.tie, found
+    assert found.count(0) >= len(found) // 3, found
+    # The comparison can fail: other prompts' answers are told apart.
+    others = gaps(got, [*alone[1:], alone[0]])
+    assert len(alone) == 1 or sum(gap > case.tie for gap in others) > 0.8 * len(got), others
+
+
+def test_prompts_of_all_lengths(case: Case, pair: Pair) -> None:
+    assert case.groups == set(pair.decode.groups())
+    prompts = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
+    own = [alone(pair.decode, [each])[0] for each in prompts]
+    before = Sources.of(pair.decode)
+    assert_as_alone(case, [pair.run(each, NEW_TOKENS) for each in prompts], own)
+    moved = Sources.of(pair.decode) - before
+    assert moved == Sources(sum(PROMPT_TOKENS) - len(prompts), 0, len(prompts))
+    pair.assert_at_rest()
+
+
+def test_sixteen_at_once(case: Case, pair: Pair) -> None:
+    prompts = list(concurrent_prompts(16))
+    own = alone(pair.decode, prompts)
+    before = Sources.of(pair.decode)
+    assert_as_alone(case, pair.run_all(prompts, NEW_TOKENS), own)
+    moved = Sources.of(pair.decode) - before
+    assert moved == Sources(sum(map(len, prompts)) - len(prompts), 0, len(prompts))
+    pair.assert_at_rest()
+
+
+def test_a_prefix_that_decode_has(case: Case, pair: Pair) -> None:
+    """A state is cached where a step or a load ended at the end of a block: here at one."""
+    num_tokens = 2 * int(case.decode["block_size"]) + 1
+    first = prompt(num_tokens, seed=7)
+    second = first + prompt(200, seed=8)
+    (own,) = alone(pair.decode, [second])
+    pair.run(first, NEW_TOKENS)
+    before = Sources.of(pair.decode)
+    params = pair.prefill.result(pair.prefill.submit(second, 1, OFFER), FIRST_TIMEOUT_S).params
+    assert_as_alone(case, [pair.decode.generate(second, NEW_TOKENS, params)], [own])
+    hit = num_tokens - 1 if case.decode.get("enable_prefix_caching", True) else 0
+    moved = Sources.of(pair.decode) - before
+    assert moved == Sources(len(second) - hit - 1, hit, 1)
+    pair.assert_at_rest()
