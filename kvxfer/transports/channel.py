@@ -20,6 +20,7 @@ import socket as sockets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 import zmq
 
@@ -319,8 +320,8 @@ def bind_address(host: str) -> str:
         raise ConfigError(
             f"host: expected a name or an address of this machine, got {host!r}: {e}"
         ) from e
-    # IPv4 first: "localhost" is both, and most configurations name 127.0.0.1.
-    address = str(min(found, key=lambda entry: entry[0] != sockets.AF_INET)[4][0])
+    # IPv4, the smaller family, first: "localhost" is both, and most configurations name 127.0.0.1.
+    address = str(min(found, key=itemgetter(0))[4][0])
     if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         raise ConfigError(
             f"host: expected an address that peers can connect to, got {host}; "
