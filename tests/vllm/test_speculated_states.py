@@ -151,10 +151,10 @@ def test_prefill_with_a_prefix_cache(fleet: Fleet) -> None:
     pair = Pair(*fleet.engines(replace(both, label="prefill"), both))
     (alone,) = fleet.engines(replace(side({}), connector=None, label="alone"))
     engines = Drafting(pair, alone)
-    assert_tokens_are_equal(engines, [prompt(num_tokens) for num_tokens in (2, 100, 128)])
-    single = prompt(1)
-    assert pair.prefill.prefill(single).params is None
-    assert pair.run(single).token_ids == alone.generate(single).token_ids
+    assert_tokens_are_equal(engines, [prompt(num_tokens) for num_tokens in (3, 100, 128)])
+    for short in (prompt(1), prompt(2)):
+        assert pair.prefill.prefill(short).params is None
+        assert pair.run(short).token_ids == alone.generate(short).token_ids
     pair.assert_at_rest()
 
 

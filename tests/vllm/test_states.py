@@ -87,17 +87,17 @@ def test_a_prefix_that_decode_has(fleet: Fleet) -> None:
 
 
 def test_prefill_with_a_prefix_cache(fleet: Fleet) -> None:
-    """A state in each block at both sides. A prompt of one token is not offered."""
+    """A state in each block at both sides. A prompt of one or two tokens is not offered."""
     both = side(128, cached=True)
     pair = Pair(*fleet.engines(replace(both, label="prefill"), both))
-    for num_tokens in (2, 100, 128):
+    for num_tokens in (3, 100, 128):
         tokens = prompt(num_tokens)
         before = Sources.of(pair.decode)
         assert [pair.run(tokens).token_ids] == expected(fleet, [tokens])
         assert Sources.of(pair.decode) - before == Sources(num_tokens - 1, 0, 1)
-    single = prompt(1)
-    assert pair.prefill.prefill(single).params is None
-    assert [pair.run(single).token_ids] == expected(fleet, [single])
+    for short in (prompt(1), prompt(2)):
+        assert pair.prefill.prefill(short).params is None
+        assert [pair.run(short).token_ids] == expected(fleet, [short])
     pair.assert_at_rest()
 
 

@@ -51,6 +51,10 @@ _EARLY = "early"
 """Why a request runs plain that came with prefill's, where nobody hears whether it is found."""
 _EMBEDDINGS = "prompt_embeds"
 """Why a request runs plain whose prompt is not only tokens: nothing could bind its KV to them."""
+MIN_STATE_TOKENS = 3
+"""Of a prompt whose state is offered: prefill drops the last token, and one token alone vLLM 0.32
+computes as a step of decode. Linear attention then begins with what its state's block held before.
+"""
 PIN_AFTER_S = 0.1
 """How long an engine that computes nothing steps for a request's blocks before they are pinned and
 the request let go. A sink that is free comes within milliseconds, and is heard at once by an engine
@@ -183,8 +187,9 @@ class SchedulerSide:
             self._core.refuse_request(view, _EARLY, self._no_early)
         else:
             is_shorter = self._core.keeps_states and view.wants_offer
-            if is_shorter and view.num_prompt_tokens < 2:
-                self._core.refuse_request(view, "state", "its prompt has one token")
+            if is_shorter and view.num_prompt_tokens < MIN_STATE_TOKENS:
+                detail = f"its prompt has {view.num_prompt_tokens} of {MIN_STATE_TOKENS} tokens"
+                self._core.refuse_request(view, "state", detail)
                 return
             try:
                 self._core.on_new_request(without_last_token(view) if is_shorter else view)
