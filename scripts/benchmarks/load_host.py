@@ -12,12 +12,15 @@ import asyncio
 import gc
 import os
 import random
+import sys
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kvxfer.connector.params import early_params, mint_request
@@ -84,6 +87,20 @@ class _Ask:
     cached_tokens: int = 0
     params: dict[str, Any] | None = None
     reason: str = ""
+
+
+def do_without_cutlass() -> None:
+    """Have vLLM's Triton kernel make the queries of DeepSeek V3.2 where CUTLASS for Python is not
+    installed: 0.32 imports the other kernel before it asks whether that one fits.
+    """
+    if find_spec("cutlass") is None:
+        name = "vllm.models.deepseek_v32.nvidia.ops.fused_q_cutedsl"
+        found: Any = sys.modules.setdefault(name, ModuleType(name))
+        found.is_fused_q_cutedsl_supported = lambda *_, **__: False
+        found.fused_q_cutedsl = None
+
+
+do_without_cutlass()  # here, for vLLM's worker imports this module before it makes the model
 
 
 class SeededWeights:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from scripts.benchmarks.load_stats import FLOOR, Answer
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 300.0
+_PORTS = count(20_000 + os.getpid() % 10_000, 8)
 LEAD_S = 0.3
 """From the order of a segment to its begin."""
 ENVIRONMENT = {
@@ -150,7 +152,11 @@ def _file_name(text: str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """Below 32768, where Linux takes ports for outgoing connections from: an engine that starts
+    binds it seconds later.
+    """
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks.load_host import do_without_cutlass
 from tests.vllm import engine_worker
 from tests.vllm.engines import Engine, EngineConfig
 from tests.vllm.models import VOCAB_SIZE, cache_folder
@@ -179,7 +180,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 START_TIMEOUT_S = 200.0  # with what Triton and DeepGEMM compile at the first start
-ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
+ENVIRONMENT = {
+    **{"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"},
+    "VLLM_KIMI_K3_GEMM_AR": "0",  # which wants CUTLASS for Python
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +221,7 @@ def serve(sock: socket.socket, engine_args: dict[str, Any], idle_step_s: float) 
         model_type = "bailing_hybrid"
 
     AutoConfig.register("bailing_hybrid", BailingHybridConfig)
+    do_without_cutlass()
     DummyModelLoader.load_weights = _load_weights
     engine_worker.serve(sock, engine_args, idle_step_s)
 

@@ -74,7 +74,7 @@ CASES = {
     "mamba2-cached": replace(
         MAMBA2, prefill={"block_size": 256}, decode={"block_size": 128} | NO_CACHE
     ),
-    "gated-delta-net": state("qwen3-next", ROUNDED),
+    "gated-delta-net": state("qwen3-next", ROUNDED | {"gdn_prefill_backend": "triton"}),
     "kimi-delta-attention": state("kimi-linear", ROUNDED, "MLAAttentionSpec"),
     "linear-attention": state("ling", ROUNDED, "MLAAttentionSpec"),
     "latents": latent("deepseek-v3", "MLAAttentionSpec"),
