@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from kvxfer.transfer.layout import ITEM_NBYTES, Elements, Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from tests.builders import EngineShape, build_manifest
-from tests.oracle import Bytes, oracle_address
+from tests.oracle import Bytes, keeps, number_kept, oracle_address
 
 TYPES = tuple(ITEM_NBYTES)
 SCALES = ("none", "tensor", "head", "token")
@@ -163,7 +163,7 @@ def fill(rank: RankManifest, memories: list[Bytes], ids: Sequence[int], num_toke
     for region in rank.regions:
         assert region.elements
         for head in range(region.head_lo, region.head_hi):
-            for token in range(num_tokens):
+            for token in filter(partial(keeps, region), range(num_tokens)):
                 seed = (*f"{region.layer} {region.plane} {head} {token}".encode(),)
                 rng = np.random.default_rng(seed)
                 if region.plane.endswith("_scale"):
@@ -208,9 +208,9 @@ def expect_cast(
         if region.plane.endswith("_scale"):
             continue
         for head in range(region.head_lo, region.head_hi):
-            rank, given = _giver(source, region, head)
-            theirs = source_memories[rank.rank]
-            for token in range(*tokens):
+            for token in filter(partial(keeps, region), range(*tokens)):
+                rank, given = _giver(source, region, head, token)
+                theirs = source_memories[rank.rank]
                 bits, scale = _cast_cell(rank, given, theirs, region, ids[0], token, head)
                 start = _cell_address(region, ids[1], token, head)
                 elements = region.elements
@@ -274,13 +274,15 @@ def _scale(region: Region, head: int) -> float:
     return scales[head - region.head_lo] if len(scales) > 1 else scales[0]
 
 
-def _giver(source: EngineManifest, wanted: Region, head: int) -> tuple[RankManifest, Region]:
+def _giver(
+    source: EngineManifest, wanted: Region, head: int, token: int
+) -> tuple[RankManifest, Region]:
     for rank in source.ranks:
         for region in rank.regions:
             is_named = (region.layer, region.plane) == (wanted.layer, wanted.plane)
-            if is_named and region.head_lo <= head < region.head_hi:
+            if is_named and region.head_lo <= head < region.head_hi and keeps(region, token):
                 return rank, region
-    raise AssertionError(f"no rank has head {head} of {wanted.layer}/{wanted.plane}")
+    raise AssertionError(f"no rank has token {token}, head {head} of {wanted.layer}/{wanted.plane}")
 
 
 def _num_elements(region: Region) -> int:
@@ -298,5 +300,5 @@ def _element_places(region: Region) -> Iterator[tuple[int, int]]:
 
 
 def _cell_address(region: Region, ids: Sequence[int], token: int, head: int) -> int:
-    block, slot = divmod(token, region.block_tokens)
+    block, slot = divmod(number_kept(region, token), region.block_tokens)
     return oracle_address(region, ids[block], head, slot)

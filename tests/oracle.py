@@ -113,7 +113,7 @@ def keeps(region: Region, position: int) -> bool:
 
 
 @cache
-def _number_kept(region: Region, position: int) -> int:
+def number_kept(region: Region, position: int) -> int:
     """How many of the tokens before it the rank keeps, by asking of each."""
     if not region.interleave:
         return position
@@ -128,7 +128,7 @@ def oracle_pieces(
     """
     if not keeps(region, position):
         raise ValueError(f"{region.layer} {region.plane}: token {position} is on another rank")
-    position = _number_kept(region, position)
+    position = number_kept(region, position)
     block_id = ids[position // region.block_tokens]
     if not 0 <= block_id < region.num_blocks:
         raise ValueError(f"block id {block_id} at token {position}: not in 0..{region.num_blocks}")

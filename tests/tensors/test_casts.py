@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import replace as replace_shape
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from kvxfer.errors import IncompatiblePeer
 from kvxfer.tensors.device_copy import DeviceCopier, bind_copy, bind_side
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
-from kvxfer.tensors.strided_index import Ids
+from kvxfer.tensors.strided_index import Ids, side_ids
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.layout import Region
-from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
-from kvxfer.transfer.plan import DenseOrder, Route, Side, make_plan
-from kvxfer.transfer.pull import PullResolver, pull_classes, route_nbytes
+from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest, validate_manifest
+from kvxfer.transfer.plan import CopyClass, DenseOrder, Route, Side, make_plan
+from kvxfer.transfer.pull import PullResolver, pull_class, pull_classes, route_nbytes
 from tests.builders import EngineShape, build_memories, scattered_ids
 from tests.casts import SCALES, TYPES, cast_engine, expect_cast, fill, settle_nans
 from tests.tensors.strided_cases import POISON, assert_same_bytes
 from tests.tensors.test_device_copy import DEVICE, new_stream
+from tests.transfer.test_interleave import shapes
 
 # NumPy's, in Triton's interpreter, of values that overflow as they should
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -49,7 +54,10 @@ class Sides:
 
 def make_sides(source: EngineManifest, sink: EngineManifest, num_tokens: int = TOKENS[1]) -> Sides:
     ids = tuple(
-        scattered_ids(num_tokens, each.block_tokens, 8, seed=number)
+        scattered_ids(
+            *(num_tokens, each.block_tokens),
+            *(each.ranks[0].regions[0].num_blocks, number),
+        )
         for number, each in enumerate((source, sink))
     )
     given = {entry.rank: build_memories(entry, POISON) for entry in source.ranks}
@@ -70,7 +78,7 @@ def check(sides: Sides, wire: str, chunk_nbytes: int = 1500) -> None:
             sides.source.rank(route.source_rank),
             sides.given[route.source_rank],
             sides.taken[route.sink_rank],
-            (np.array(sides.ids[0], np.int64), np.array(sides.ids[1], np.int64)),
+            sides.ids,
         )
         how = by_kernel if "kernel" in wire else on_cpu
         nbytes = how(move, chunk_nbytes if "chunks" in wire else 0)
@@ -92,31 +100,43 @@ class Move:
     source: RankManifest
     given: list[Bytes]
     taken: list[Bytes]
-    ids: tuple[Ids, Ids]
+    tables: tuple[tuple[int, ...], tuple[int, ...]]
 
-    def chunks(self, chunk_nbytes: int) -> Iterator[tuple[Side, Side, DenseOrder, int, Span]]:
-        """Both sides of each chunk, its order and bytes, its regions and tokens."""
+    def ids(self, each: CopyClass) -> tuple[Ids, Ids]:
+        """Of both sides of a class."""
+        return side_ids(each.source, self.tables[:1]), side_ids(each.sink, self.tables[1:])
+
+    def chunks(
+        self, chunk_nbytes: int
+    ) -> Iterator[tuple[Side, Side, tuple[Ids, Ids], DenseOrder, int, Span]]:
+        """Both sides of each chunk and their ids, its order and bytes, its regions and tokens."""
         classes = pull_classes(self.route, {0: TOKENS})
         resolved = PullResolver(self.source).resolve(classes)
         for chunk in chunk_list(classes, chunk_nbytes):
             index = chunk.class_index
-            sides = resolved[index], self.route.classes[index].sink
+            copied = self.route.classes[index]
+            sides = resolved[index], copied.sink, self.ids(copied)
             span = ((chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi))
             yield *sides, classes[index].order, chunk.nbytes, span
+
+
+def span_of(each: CopyClass) -> tuple[int, int]:
+    asked = pull_class(each, *TOKENS)
+    return asked.token_lo, asked.token_hi
 
 
 def on_cpu(move: Move, chunk_nbytes: int) -> int:
     given, taken = ([torch.from_numpy(m) for m in each] for each in (move.given, move.taken))
     if not chunk_nbytes:
         return sum(
-            strided_copy(given, taken, each, *move.ids, TOKENS, scratch=Scratch())
+            strided_copy(given, taken, each, *move.ids(each), span_of(each), scratch=Scratch())
             for each in move.route.classes
         )
     total = 0
-    for source, sink, order, nbytes, span in move.chunks(chunk_nbytes):
+    for source, sink, ids, order, nbytes, span in move.chunks(chunk_nbytes):
         dense = torch.full((nbytes,), POISON, dtype=torch.uint8)
-        gather(given, source, move.ids[0], order, *span, dense)
-        scatter(taken, sink, move.ids[1], *span, dense)
+        gather(given, source, ids[0], order, *span, dense)
+        scatter(taken, sink, ids[1], *span, dense)
         total += nbytes
     return total
 
@@ -133,14 +153,14 @@ def by_kernel(move: Move, chunk_nbytes: int) -> int:
     copier, stream, total = DeviceCopier(DEVICE), new_stream(), 0
     if not chunk_nbytes:
         for each in move.route.classes:
-            bound = bind_copy(each, sources, sinks)
-            total += copier.copy(bound, *move.ids, TOKENS, stream=stream, programs=3).nbytes
+            bound, span = bind_copy(each, sources, sinks), span_of(each)
+            total += copier.copy(bound, *move.ids(each), span, stream=stream, programs=3).nbytes
     else:
-        for source, sink, order, nbytes, span in move.chunks(chunk_nbytes):
+        for source, sink, ids, order, nbytes, span in move.chunks(chunk_nbytes):
             dense = torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE)
             side = bind_side(source, sources)
-            done = copier.pack(side, move.ids[0], order, *span, dense, stream=stream)
-            copier.unpack(bind_side(sink, sinks), move.ids[1], *span, dense, stream=stream)
+            done = copier.pack(side, ids[0], order, *span, dense, stream=stream)
+            copier.unpack(bind_side(sink, sinks), ids[1], *span, dense, stream=stream)
             copier.mark(stream).synchronize()  # the chunk is freed
             total += done.nbytes
     copier.mark(stream).synchronize()
@@ -274,6 +294,80 @@ def test_shapes(name: str, kind: Pair, wire: str) -> None:
 )
 def test_shapes_by_kernel(name: str, kind: Pair, wire: str) -> None:
     check_shapes(name, kind, wire)
+
+
+# ---------------------------------------------------------------- ranks that share tokens
+
+SHARED = [each for each in product((1, 2, 4), repeat=2) if each != (1, 1)]
+OF_TOKENS = [each for each in KINDS if "token" in each]
+OTHERS = [each for each in KINDS if "token" not in each]
+
+
+@st.composite
+def sharing(draw: st.DrawFn, cp_size: int, num_heads: int) -> EngineShape:
+    """``num_heads``: of the model; 0: a latent. Elements lie at their addresses."""
+    shape = draw(shapes(cp_size, num_heads, draw(st.booleans())))
+    return replace_shape(shape, padding_nbytes=shape.padding_nbytes and 64)
+
+
+def check_sharing(data: st.DataObject, kind: Pair, sizes: tuple[int, int], wire: str) -> None:
+    """Each element is cast where its own rank keeps its token, and nothing beside it is written."""
+    heads = data.draw(st.sampled_from((0, 1, 2)))
+    ours, theirs = (data.draw(sharing(size, heads)) for size in sizes)
+    source, sink = cast_engine(ours, "source", *kind[:2]), cast_engine(theirs, "sink", *kind[2:])
+    for each in (source, sink):
+        validate_manifest(each)
+    check(make_sides(source, sink), wire, data.draw(st.sampled_from((150, 700))))
+
+
+@pytest.mark.parametrize("wire", ["direct", "chunks"])
+@pytest.mark.parametrize("sizes", SHARED)
+@settings(max_examples=8)
+@given(data=st.data(), kind=st.sampled_from(OTHERS))
+def test_between_ranks_that_share_tokens(
+    sizes: tuple[int, int], wire: str, data: st.DataObject, kind: Pair
+) -> None:
+    check_sharing(data, kind, sizes, wire)
+
+
+@pytest.mark.parametrize("wire", ["kernel", "kernel chunks"])
+@settings(max_examples=2)
+@given(data=st.data(), kind=st.sampled_from(OTHERS))
+def test_between_ranks_that_share_tokens_by_kernel(
+    wire: str, data: st.DataObject, kind: Pair
+) -> None:
+    check_sharing(data, kind, (2, 4), wire)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wire", ["kernel", "kernel chunks"])
+@pytest.mark.parametrize("sizes", SHARED)
+@settings(max_examples=8)
+@given(data=st.data(), kind=st.sampled_from(OTHERS))
+def test_between_ranks_that_share_tokens_on_a_gpu(
+    sizes: tuple[int, int], wire: str, data: st.DataObject, kind: Pair
+) -> None:
+    check_sharing(data, kind, sizes, wire)
+
+
+TWO_RANKS = EngineShape(tp_size=2, num_kv_heads=1, num_layers=1, cp_size=2, cp_run=4)
+
+
+@pytest.mark.parametrize("wire", ["direct", "chunks"])
+@pytest.mark.parametrize("kind", OF_TOKENS, ids="-".join)
+def test_scales_of_tokens_between_ranks_that_keep_the_same(kind: Pair, wire: str) -> None:
+    sink = replace_shape(TWO_RANKS, block_tokens=32, outermost="inner")
+    sides = cast_engine(TWO_RANKS, "source", *kind[:2]), cast_engine(sink, "sink", *kind[2:])
+    check(make_sides(*sides), wire, 150)
+
+
+@pytest.mark.parametrize("kind", OF_TOKENS, ids="-".join)
+def test_scales_of_tokens_between_ranks_that_keep_others_are_refused(kind: Pair) -> None:
+    for size, run in ((2, 2), (1, 1)):
+        other = replace_shape(TWO_RANKS, cp_size=size, cp_run=run)
+        sides = cast_engine(TWO_RANKS, "source", *kind[:2]), cast_engine(other, "sink", *kind[2:])
+        with pytest.raises(IncompatiblePeer, match="scale of each token is cast between equal"):
+            make_plan(*sides)
 
 
 @pytest.mark.gpu
