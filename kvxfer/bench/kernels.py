@@ -17,8 +17,9 @@ The section casts copies bfloat16 to types of 8 bits and back, with a scale of e
 token, or none; its GB/s are of the source's bytes, and so is its memcpy.
 
 Sections: pieces (equal layouts, blocks of 2 KiB to 2 MiB), pairs (block sizes x layouts x heads),
-inner (sizes that are no powers of two), casts, lengths (128 to 32k tokens), widths (programs of a
-launch), cpu (the host's time for a request). What copies cost a decode step is in gpu-transfer.
+inner (sizes that are no powers of two), gib (1 GiB of latents, and of states), casts, lengths (128
+to 32k tokens), widths (programs of a launch), cpu (the host's time for a request). What copies cost
+a decode step is in gpu-transfer.
 With two GPUs all of it also from the other GPU.
 """
 
@@ -227,6 +228,27 @@ def inner(bench: Bench, blocks: Sequence[int]) -> None:
             _run_case(bench, "inner", request)
 
 
+GIB = 1 << 30
+LATENTS = (Shape("V3", 61, 1, 1152), Shape("V3.2, fp8", 61, 1, 656))
+STATES = (
+    # Of Qwen3-Next: a matrix for each of 32 heads; three inputs of a convolution of 8192 channels.
+    (Shape("matrices", 36, 32, 128 * 128 * 2), "NHD1->NHD1"),
+    (Shape("inputs", 36, 1, 8192 * 2), "NHD3->NHD3"),
+    (Shape("inputs by channel", 36, 8192, 2), "NHD3->HND3"),
+)
+
+
+def gib(bench: Bench, blocks: Sequence[int]) -> None:
+    """As many tokens, or requests, as are 1 GiB. States: a block holds one request's."""
+    for shape, (given, taken) in product(LATENTS, ((64, 64), (64, 128))):
+        num_tokens = GIB // (shape.regions * shape.token_nbytes)
+        _run_case(bench, "gib", between(f"NHD{given}", f"NHD{taken}", num_tokens, shape))
+    for shape, layouts in STATES:
+        _, rows = layout_of(layouts.split("->")[0])
+        requests = GIB // (shape.regions * shape.token_nbytes * rows)
+        _run_case(bench, "gib", between(*layouts.split("->"), requests * rows, shape))
+
+
 def lengths(bench: Bench, blocks: Sequence[int]) -> None:
     for shape, num_tokens in product((LLAMA_8B, LLAMA_70B_TP8), (128, 512, 2048, 8192, 32768)):
         for source in ("HND16", "NHD16"):
@@ -363,7 +385,8 @@ def _make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Be
 
 
 SECTIONS = {
-    section.__name__: section for section in (pieces, widths, lengths, inner, casts, cpu, pairs)
+    section.__name__: section
+    for section in (pieces, widths, lengths, inner, gib, casts, cpu, pairs)
 }
 TEXT = (
     "GB/s of payload, median; on one GPU each byte is read and written. The ratio is to the memcpy "
