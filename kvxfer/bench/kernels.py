@@ -232,9 +232,9 @@ GIB = 1 << 30
 LATENTS = (Shape("V3", 61, 1, 1152), Shape("V3.2, fp8", 61, 1, 656))
 STATES = (
     # Of Qwen3-Next: a matrix for each of 32 heads; three inputs of a convolution of 8192 channels.
-    (Shape("matrices", 36, 32, 128 * 128 * 2), "NHD1->NHD1"),
-    (Shape("inputs", 36, 1, 8192 * 2), "NHD3->NHD3"),
-    (Shape("inputs by channel", 36, 8192, 2), "NHD3->HND3"),
+    (Shape("matrices", 36, 32, 128 * 128 * 2), "NHD1", "NHD1"),
+    (Shape("inputs", 36, 1, 8192 * 2), "NHD3", "NHD3"),
+    (Shape("inputs by channel", 36, 8192, 2), "NHD3", "HND3"),
 )
 
 
@@ -243,10 +243,10 @@ def gib(bench: Bench, blocks: Sequence[int]) -> None:
     for shape, (given, taken) in product(LATENTS, ((64, 64), (64, 128))):
         num_tokens = GIB // (shape.regions * shape.token_nbytes)
         _run_case(bench, "gib", between(f"NHD{given}", f"NHD{taken}", num_tokens, shape))
-    for shape, layouts in STATES:
-        _, rows = layout_of(layouts.split("->")[0])
+    for shape, source, sink in STATES:
+        _, rows = layout_of(source)
         requests = GIB // (shape.regions * shape.token_nbytes * rows)
-        _run_case(bench, "gib", between(*layouts.split("->"), requests * rows, shape))
+        _run_case(bench, "gib", between(source, sink, requests * rows, shape))
 
 
 def lengths(bench: Bench, blocks: Sequence[int]) -> None:

@@ -153,8 +153,8 @@ def by_kernel(move: Move, chunk_nbytes: int) -> int:
     copier, stream, total = DeviceCopier(DEVICE), new_stream(), 0
     if not chunk_nbytes:
         for each in move.route.classes:
-            bound, span = bind_copy(each, sources, sinks), span_of(each)
-            total += copier.copy(bound, *move.ids(each), span, stream=stream, programs=3).nbytes
+            bound, asked = bind_copy(each, sources, sinks), span_of(each)
+            total += copier.copy(bound, *move.ids(each), asked, stream=stream, programs=3).nbytes
     else:
         for source, sink, ids, order, nbytes, span in move.chunks(chunk_nbytes):
             dense = torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE)
@@ -341,8 +341,8 @@ def test_between_ranks_that_share_tokens_by_kernel(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wire", ["kernel", "kernel chunks"])
-@pytest.mark.parametrize("sizes", SHARED)
-@settings(max_examples=8)
+@pytest.mark.parametrize("sizes", [(1, 2), (4, 2)])
+@settings(max_examples=3)
 @given(data=st.data(), kind=st.sampled_from(OTHERS))
 def test_between_ranks_that_share_tokens_on_a_gpu(
     sizes: tuple[int, int], wire: str, data: st.DataObject, kind: Pair
