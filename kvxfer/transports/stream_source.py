@@ -126,6 +126,8 @@ class StreamSource(SendingSource):
             self.name = self._pipe.name
             self._admission = Admission(self._pipe, config, memory.device.type)
             self._router = self._listen(config, context)
+            undo.callback(self._router.close)
+            self._pipe.listen()
             undo.pop_all()
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._leaving: dict[Connection, None] = {}
@@ -382,6 +384,7 @@ class StreamSource(SendingSource):
         num_failed = self._router.inspect()
         if num_failed:
             self.counts["refused.handshake"] += num_failed
+        self.counts.update(self._pipe.take_counts())
         ended_s = time.monotonic() - TRIAL_S
         for connection in self._connections.all():
             if connection.is_trial and connection.attached_s < ended_s:
