@@ -174,7 +174,8 @@ class SourceLane(Lane):
 
     @abstractmethod
     def poll(self) -> Sequence[int]:
-        """Slots whose announcement may leave now, in the order of ``send``. Never blocks.
+        """Slots whose announcement may leave now, in the order of ``send``; each does at once, by
+        ``tell`` or, where that says False, over ZeroMQ. Never blocks.
 
         A pipe whose sink learns by itself when the payload is there names a slot at once; one that
         writes into the sink's memory names it when the bytes lie there. Raises PipeBroken.

@@ -359,10 +359,13 @@ class StreamSource(SendingSource):
 
     def _announce(self, connection: Connection, header: Header, parts: Parts) -> bool:
         """Tell a sink what its slot holds; False if it takes nothing. Raises PipeBroken."""
-        frame, lane = encode(header), connection.lane
+        return self._carry(connection, header.slot, encode(header), parts)
+
+    def _carry(self, connection: Connection, slot: int, frame: bytes, parts: Parts) -> bool:
+        lane = connection.lane
         if not parts and lane is not None and lane.tell(frame):
             return True
-        return self._tell(connection.identity_for(header.slot), frame, *parts)
+        return self._tell(connection.identity_for(slot), frame, *parts)
 
     # -- the IO thread's turn
 
