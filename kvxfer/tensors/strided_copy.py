@@ -93,7 +93,8 @@ def gather(
         return
     piece = read_piece(side.tile, block_ids, order, *tokens)
     chunk = _chunk(out, "out", piece, len(bases))
-    if (pool := _shared(pools, bases)) is not None and _gather_all(pool, bases, piece, chunk):
+    shared = _shared(pools, bases)
+    if shared is not None and _gather_all(shared, bases, piece, chunk):
         return
     for base, region_bytes in zip(bases, chunk, strict=True):
         _gather(pools[base.memory], base.offset, piece, region_bytes)
@@ -116,7 +117,8 @@ def scatter(
         return
     piece = write_piece(side.tile, block_ids, side.order, *tokens)
     chunk = _chunk(dense, "dense", piece, len(bases))
-    if (pool := _shared(pools, bases)) is not None and _scatter_all(pool, bases, piece, chunk):
+    shared = _shared(pools, bases)
+    if shared is not None and _scatter_all(shared, bases, piece, chunk):
         return
     for base, region_bytes in zip(bases, chunk, strict=True):
         _scatter(pools[base.memory], base.offset, piece, region_bytes)

@@ -154,7 +154,7 @@ class _Memory:
             tensor, view = self._tensors[slot], self._views[slot]
             if tensor is None or view is None:
                 tensor = self._make(self._slot_nbytes)
-                view = memoryview(tensor.numpy())
+                view = tensor.numpy().data
                 self._tensors[slot], self._views[slot] = tensor, view
         return tensor, view
 

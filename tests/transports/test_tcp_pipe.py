@@ -413,6 +413,7 @@ def test_a_part_that_is_wrong_ends_the_connection_before_a_byte_is_written(
 
 def test_parts_of_a_chunk_are_no_more_than_it(fake: FakeSource) -> None:
     fake.part(60, chunk_nbytes=100)
+    until(lambda: fake.lane._arrivals[0].landed_nbytes == 60)
     fake.part(60, chunk_nbytes=100, first=40, sock=1)
     assert "60 bytes at 40 of a chunk of 100, of which 60 are there" in fake.broken()
 
