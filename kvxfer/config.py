@@ -24,7 +24,7 @@ import msgspec
 from kvxfer.errors import ConfigError
 from kvxfer.ports import Ports, parse_ports
 
-OWN_TRANSPORTS: Final = ("auto", "zmq", "shm", "cuda_ipc", "ucx", "nixl")
+OWN_TRANSPORTS: Final = ("auto", "zmq", "tcp", "shm", "cuda_ipc", "ucx", "nixl")
 WIRE_GROUP: Final = "kvxfer.wires"
 """The group of entry points by which other packages add wires."""
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
@@ -89,8 +89,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``5700+rank``. Not set: 5700, and a free one for an engine that only takes KV. Change it for a
     second engine on a host, and to ``5700+rank`` or a range for a firewall."""
     data_port: int | str = 0
-    """Where stream wires come in, in the same forms. Change it where a firewall or a pod has to
-    name the ports."""
+    """Where stream wires come in, in the same forms: one port each, two for ``tcp``. Change it
+    where a firewall or a pod has to name the ports."""
     allowed_peers: tuple[str, ...] | None = None
     """Names, addresses and ranges of the hosts that this engine takes KV from and serves. Not set:
     this host only, and of its sources those of the same user. See :meth:`peer_allowed`. Change it,
@@ -143,12 +143,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Change it to measure."""
     staging_nbytes: int | None = None
     """The most staging of one connection, on each side. Not set: 32 MiB where it is host memory
-    (for each stream of ``zmq``), 256 MiB on a GPU, and what the two settings above make. Change it
-    where memory is short, or many peers connect."""
+    (for each stream of ``zmq`` and ``tcp``), 256 MiB on a GPU, and what the two settings above
+    make. Change it where memory is short, or many peers connect."""
     zmq_streams: int = 0
-    """Connections over which ``zmq`` carries the chunks of one peer rank, each with a thread of its
-    own: what the sink says, as far as the source says as much. 0: one for each four cores, 1 to 8.
-    Change it where a network needs more of them, or the engine needs the cores."""
+    """Connections over which ``zmq`` or ``tcp`` carries the chunks of one peer rank, each with a
+    thread of its own: what the sink says, as far as the source says as much. 0: one for each four
+    cores, 1 to 8. Change it where a network needs more of them, or the engine needs the cores."""
     control_max_nbytes: int = 4 << 20
     """A longer control message is refused, answered and counted. Change it for prompts of millions
     of tokens; lower it where peers are not trusted."""
@@ -508,6 +508,11 @@ def _check_curve(config: Config) -> None:
         raise ConfigError(
             "curve_server_keys: expected this engine's own key pair beside them, got none; "
             "set curve_public_key and curve_secret_key"
+        )
+    if config.transport == "tcp" and (config.curve_public_key or config.curve_keys_dir):
+        raise ConfigError(
+            "transport: expected a wire that CURVE keys encrypt, got tcp, whose payloads travel in "
+            "clear; say zmq, which has several streams too (zmq_streams), or auto"
         )
     keys = {
         "curve_public_key": config.curve_public_key,

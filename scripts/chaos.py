@@ -298,7 +298,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--vllm", action="store_true", help="two engines of vLLM: shm, zmq, nixl")
     parser.add_argument("--requests", type=int, default=1000, help="of each wire")
-    parser.add_argument("--wire", nargs="+", default=["shm"], help="shm, zmq, ucx, nixl, cuda_ipc")
+    wires = "shm, zmq, tcp, ucx, nixl, cuda_ipc"
+    parser.add_argument("--wire", nargs="+", default=["shm"], help=wires)
     parser.add_argument("--seed", type=int, default=1, help="of the first storm")
     parser.add_argument("--per-storm", type=int, default=1250, help="requests; each has a fleet")
     parser.add_argument("--every", type=int, default=40, help="requests for each injection")

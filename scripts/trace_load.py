@@ -23,6 +23,7 @@ from kvxfer.bench.engines import BenchEngine, LoadTiming, start_engines
 from kvxfer.bench.members import SINK, SOURCE, Devices, devices_for
 from kvxfer.bench.pools import LLAMA_8B, SHAPES, TINY, Pool, Request, request_of
 from kvxfer.bench.workers import Worker, close_all
+from kvxfer.config import OWN_TRANSPORTS
 from scripts.benchmarks.call_trace import Call, CallTrace
 
 PACKAGES = ("kvxfer.connector", "kvxfer.transports", "kvxfer.transfer", "kvxfer.tensors")
@@ -82,7 +83,7 @@ def parse() -> argparse.Namespace:
     shown = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--transport", choices=("auto", "shm", "cuda_ipc", "zmq", "ucx", "nixl"))
+    parser.add_argument("--transport", choices=OWN_TRANSPORTS)
     parser.add_argument("--shape", choices=tuple(SHAPES))
     parser.add_argument("--layouts", default="HND16->NHD64")
     parser.add_argument("--tokens", type=int, default=128)

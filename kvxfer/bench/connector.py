@@ -316,7 +316,9 @@ BENCHMARK = Benchmark(
             rounds=(25, 9),
         ),
         option("--device", choices=("cuda", "cpu"), help="where KV lies; default: a GPU if any"),
-        option("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"), help="the wire"),
+        option(
+            "--transport", choices=("shm", "cuda_ipc", "zmq", "tcp", "ucx", "nixl"), help="the wire"
+        ),
         option(
             "--verify",
             ["off"],

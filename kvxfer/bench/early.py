@@ -40,7 +40,7 @@ from kvxfer.engine.engine import Engine
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.steps import SchedulerOutput, StepOutput
 
-WIRES = ("zmq", "ucx", "nixl")
+WIRES = ("zmq", "tcp", "ucx", "nixl")
 IN_TURN, TOGETHER = "in turn", "together"
 AIM = 1.1
 LAYERS, HEADS = 4, 8

@@ -22,7 +22,7 @@ from kvxfer.bench.transfer import HOST_TEXT, WIRE_OPTIONS, settings_of
 from kvxfer.bench.transfer_report import Run, pool_nbytes, requests_of, speed_plot, speed_tables
 from kvxfer.bench.workers import FORK_SERVER
 
-WIRES = ("zmq", "ucx", "nixl")
+WIRES = ("zmq", "tcp", "ucx", "nixl")
 _NETWORK_ONLY = {"UCX_TLS": "tcp"}
 """UCX sees that both namespaces are of one host, and would copy from process to process."""
 BUDGET_S = 30.0

@@ -1,9 +1,9 @@
-"""How fast zmq moves scattered KV over several TCP streams, as between two hosts with many cores,
-in host memory or between GPUs through host memory. In turns with it,
+"""How fast tcp and zmq move scattered KV over several TCP streams, as between two hosts with many
+cores, in host memory or between GPUs through host memory. In turns with them,
 
     sockets xN   N plain TCP connections, a thread for each at each end, one call for all of its
-                 bytes from and into memory that is there: the limit of "zmq xN", in host memory
-                 and with nothing packed, whatever is asked for
+                 bytes from and into memory that is there: the limit of "tcp xN" and "zmq xN", in
+                 host memory and with nothing packed, whatever is asked for
     NIXL         its own READ and WRITE with UCX over TCP, of blocks as they are
 
 The other end is on this host, so both ends and both directions of PCIe share it.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
 
 import torch
 
@@ -44,6 +45,7 @@ from kvxfer.bench.transfer_report import Run, pool_nbytes, requests_of, speed_ta
 from kvxfer.bench.wires import ZMQ_TCP
 from kvxfer.bench.workers import method_for
 
+WIRES = ("tcp", ZMQ_TCP)
 AIM = 0.5
 BUDGET_S = 6.0
 """Of one contender in one case, after its least rounds."""
@@ -159,7 +161,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     contenders = Contenders(devices, pool_nbytes(requests), settings, method)
     report = session.report(
         f"streams_{devices.where}",
-        f"zmq over several TCP streams, {devices.where}",
+        f"tcp and zmq over several TCP streams, {devices.where}",
         speed_tables("streams", TEXT),
         None,
         core.WIRE_PACKAGES,
@@ -169,8 +171,8 @@ def run(session: Session, options: argparse.Namespace) -> int:
     measured = Run(contenders, report, session.progress, limit_of, aim)
     with measured.written():
         start_plain(contenders, options.streams)
-        for number in options.streams:
-            contenders.start_wire(ZMQ_TCP, requests[0], f" x{number}", zmq_streams=number)
+        for number, wire in product(options.streams, options.wires):
+            contenders.start_wire(wire, requests[0], f" x{number}", zmq_streams=number)
             contenders.join()
         for setting in nixl_settings(torch.device(devices.sink).type):
             contenders.start_nixl(setting, is_raw=True)
@@ -182,7 +184,8 @@ def run(session: Session, options: argparse.Namespace) -> int:
 
 BENCHMARK = Benchmark(
     (
-        option("--streams", [1, 4, 8], [1, 2], nargs="+", type=int, help="of zmq and of sockets"),
+        option("--streams", [1, 4, 8], [1, 2], nargs="+", type=int, help="of a wire, and sockets"),
+        option("--wires", list(WIRES), nargs="+", choices=WIRES, help="some of the wires"),
         *cases(
             shapes=([LLAMA_8B.name], [LLAMA_8B.name]),
             layouts=(["HND16->HND16", "HND16->NHD64"], ["HND16->NHD64"]),

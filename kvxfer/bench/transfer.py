@@ -25,7 +25,7 @@ from kvxfer.bench.transfer_report import Run, pool_nbytes, requests_of, speed_pl
 from kvxfer.bench.wires import ZMQ_TCP
 from kvxfer.bench.workers import FORK_SERVER
 
-WIRES = ("shm", "zmq", ZMQ_TCP, "ucx", "nixl")
+WIRES = ("shm", "zmq", ZMQ_TCP, "tcp", "ucx", "nixl")
 HOST_AIMS = {"kvxfer shm": 1.4, "kvxfer zmq": 0.6, "kvxfer ucx": 0.45, "kvxfer nixl": 0.8}
 """The least ratio to the socket that we want on one host, for 2048 blocks of 32 KiB."""
 _AIM_PIECES = 2048

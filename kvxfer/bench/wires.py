@@ -47,10 +47,15 @@ from kvxfer.transports.choice import Choice, choose
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.parallel import make_context, make_copier
-from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
+from kvxfer.transports.registry import (
+    PIPES,
+    data_endpoints,
+    make_sinks,
+    make_sources,
+    published_infos,
+)
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.wake_up import WakeUp
-from kvxfer.transports.zmq_pipe import ZmqPipe
 
 READ_S = 30.0
 LONGEST_WAIT_MS = 100  # a wire wakes us; this is for one that forgot
@@ -60,13 +65,21 @@ ZMQ_TCP = "zmq-tcp"
 INCARNATION = b"bench-sink-bench"
 
 
+BETWEEN_HOSTS = {ZMQ_TCP: "zmq", "tcp": "tcp"}
+"""Wires whose messages go over TCP on one host, too."""
+
+
 class TcpSink(StreamSink):
     uses_unix_sockets = False
 
 
 def wire_config(wire: str, **settings: object) -> Config:
-    name = "zmq" if wire == ZMQ_TCP else wire
-    chosen = {"transport": name, "port": 0, "trust_network": True, **settings}
+    chosen = {
+        "transport": BETWEEN_HOSTS.get(wire, wire),
+        "port": 0,
+        "trust_network": True,
+        **settings,
+    }
     return load_config(chosen, environ={}).config
 
 
@@ -209,8 +222,9 @@ class Reader:
     def __init__(self, memory: LocalMemory, wire: str, config: Config) -> None:
         self._hands = Hands(config)
         self.sink: SinkTransport
-        if wire == ZMQ_TCP:
-            self.sink = TcpSink(lambda *_: ZmqPipe(), memory, config, *self._hands.all)
+        if wire in BETWEEN_HOSTS:
+            make_pipe = PIPES[BETWEEN_HOSTS[wire]]
+            self.sink = TcpSink(make_pipe, memory, config, *self._hands.all)
         else:
             (self.sink,) = make_sinks(memory, config, *self._hands.all).values()
         self._source: RankManifest | None = None

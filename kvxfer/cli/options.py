@@ -47,6 +47,7 @@ class Wire(enum.StrEnum):
 
     AUTO = "auto"
     ZMQ = "zmq"
+    TCP = "tcp"
     SHM = "shm"
     CUDA_IPC = "cuda_ipc"
     UCX = "ucx"

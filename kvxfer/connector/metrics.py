@@ -148,8 +148,10 @@ METRICS = (
     # ---- both sides, counted by each rank
     _gauge("draining", "0 or 1", "rank", "1: this rank takes nothing new, because it drains."),
     _counter("connections_refused", "connections", "reason",
-             "Connections refused: by address, user or CURVE key, in the handshake, as a penalty.",
-             r"[^.]+\.refused\.(.+)", ("address", "user", "key", "handshake", "penalty")),
+             "Connections refused: by address, user or CURVE key, token of tcp, in the handshake, "
+             "as a penalty.",
+             r"[^.]+\.refused\.(.+)",
+             ("address", "user", "key", "token", "handshake", "penalty")),
     _gauge("board_on", "0 or 1", "rank", "1: this rank shows its offers on a board."),
     _gauge("boards_open", "boards", "rank", "Boards of peers that this rank looks at."),
     _counter("board_events", "events", "event",
@@ -158,7 +160,7 @@ METRICS = (
     _gauge("staging_bytes", "bytes", "rank side wire", "Staging of stream connections in use."),
     _counter("staging_refused", "connections", "wire",
              "Sinks turned away: no staging was left.", r"([^.]+)\.too_much_staging",
-             ("zmq", "ucx", "nixl")),
+             ("zmq", "tcp", "ucx", "nixl")),
     _counter("control_problems", "messages", "reason",
              "Control messages that were late, repeated, dropped or not understood.",
              r"((?:control|keep|cancel|aborts)\..+)"),

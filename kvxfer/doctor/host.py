@@ -20,6 +20,7 @@ from kvxfer.transports.native_peers import RDMA_DEVICES
 LIBRARIES = {
     "shm": ("torch",),
     "zmq": ("pyzmq",),
+    "tcp": ("pyzmq",),
     "cuda_ipc": ("triton", "cuda-bindings"),
     "ucx": ("ucxx-cu13", "libucx-cu13"),
     "nixl": ("nixl",),

@@ -93,6 +93,9 @@ def gather(
         return
     piece = read_piece(side.tile, block_ids, order, *tokens)
     chunk = _chunk(out, "out", piece, len(bases))
+    shared = _shared(pools, bases)
+    if shared is not None and _gather_all(shared, bases, piece, chunk):
+        return
     for base, region_bytes in zip(bases, chunk, strict=True):
         _gather(pools[base.memory], base.offset, piece, region_bytes)
 
@@ -114,6 +117,9 @@ def scatter(
         return
     piece = write_piece(side.tile, block_ids, side.order, *tokens)
     chunk = _chunk(dense, "dense", piece, len(bases))
+    shared = _shared(pools, bases)
+    if shared is not None and _scatter_all(shared, bases, piece, chunk):
+        return
     for base, region_bytes in zip(bases, chunk, strict=True):
         _scatter(pools[base.memory], base.offset, piece, region_bytes)
 
@@ -188,6 +194,47 @@ def _scatter(pool: Bytes, offset: int, piece: Piece, dense: Bytes) -> None:
         return
     for part in piece.parts:
         _any_unit(pool, offset, part)[part.starts] = _dense_units(dense, part)
+
+
+# Regions of one memory, in one call: the interpreter is let go of once for a chunk, and not for
+# each region of it. Between the threads of eight streams each time costs 0.1 ms.
+
+
+def _shared(pools: Sequence[Bytes], bases: Sequence[Base]) -> Bytes | None:
+    """The memory of all regions; None where there is one region only, or several memories."""
+    numbers = {base.memory for base in bases}
+    return pools[numbers.pop()] if len(bases) > 1 and len(numbers) == 1 else None
+
+
+def _gather_all(pool: Bytes, bases: Sequence[Base], piece: Piece, chunk: Bytes) -> bool:
+    """False where it takes a call for each region."""
+    if piece.contiguous_at is not None or len(piece.parts) > 1:
+        return False
+    (part,), first = piece.parts, min(base.offset for base in bases)
+    steps = np.array([base.offset - first for base in bases], np.int64)
+    if part.numbers is None or part.numbers.size * part.granule_nbytes != piece.nbytes:
+        return False
+    if (steps % part.granule_nbytes).any():
+        return False
+    numbers = (steps // part.granule_nbytes)[:, np.newaxis] + part.numbers.reshape(-1)
+    element, count = void(part.granule_nbytes), (pool.size - first) // part.granule_nbytes
+    source = np.ndarray((count,), element, pool, first)
+    source.take(numbers, out=np.ndarray(numbers.shape, element, chunk), mode="clip")
+    return True
+
+
+def _scatter_all(pool: Bytes, bases: Sequence[Base], piece: Piece, chunk: Bytes) -> bool:
+    """False where it takes a call for each region."""
+    if piece.contiguous_at is not None:
+        return False
+    first = min(base.offset for base in bases)
+    steps = np.array([base.offset - first for base in bases], np.int64)
+    for part in piece.parts:
+        starts = np.add.outer(steps, part.starts)
+        shape, strides = (*starts.shape, *part.shape), (piece.nbytes, *part.dense_strides)
+        dense = np.ndarray(shape, void(part.element_nbytes), chunk, part.dense_lo, strides)
+        _any_unit(pool, first, part)[starts] = dense
+    return True
 
 
 class _CastPool:

@@ -497,4 +497,4 @@ class _FaultyStreamSource(StreamSource):
                 packed = b"\xc1" + packed[1:]  # 0xc1 is never used in msgpack
             elif not self._tell(connection.identity, packed, *parts):
                 return False
-        return self._tell(connection.identity, packed, *parts)
+        return self._carry(connection, header.slot, packed, parts)

@@ -21,8 +21,8 @@ from __future__ import annotations
 import mmap
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,11 +69,15 @@ class StagingSize:
     nbytes: int
     most_slot_nbytes: int
     busy_slots: int = BUSY_SLOTS
+    striped: bool = False
+    """Whether all streams carry each chunk together, and one copy is as fast as all of them."""
 
     def over(self, num_streams: int) -> StagingSize:
         """For so many streams: each has three chunks, and so have both sides' copies."""
-        busy_slots = self.busy_slots * (num_streams + 1) // 2
-        return StagingSize(self.nbytes * num_streams, self.most_slot_nbytes, busy_slots)
+        busy_slots = self.busy_slots
+        if not self.striped:
+            busy_slots = busy_slots * (num_streams + 1) // 2
+        return replace(self, nbytes=self.nbytes * num_streams, busy_slots=busy_slots)
 
 
 HOST_STAGING = StagingSize(32 << 20, 8 << 20)
@@ -170,7 +174,8 @@ class SourceLane(Lane):
 
     @abstractmethod
     def poll(self) -> Sequence[int]:
-        """Slots whose announcement may leave now, in the order of ``send``. Never blocks.
+        """Slots whose announcement may leave now, in the order of ``send``; each does at once, by
+        ``tell`` or, where that says False, over ZeroMQ. Never blocks.
 
         A pipe whose sink learns by itself when the payload is there names a slot at once; one that
         writes into the sink's memory names it when the bytes lie there. Raises PipeBroken.
@@ -226,6 +231,8 @@ class Pipe(ABC):
     """
     has_streams: bool = False
     """Whether its payloads travel with their announcements, over whichever of several streams."""
+    num_sockets: int = 1
+    """Of its own, over which it carries the payloads of a connection; staging is for as many."""
     reads_peers: bool = False
     """Whether its library reads what peers send, in ways that kvxfer cannot check before; see
     ``native_peers``.
@@ -235,6 +242,17 @@ class Pipe(ABC):
     def staging_size(cls, device_type: str) -> StagingSize:
         """For pools on such a device; a pipe whose staging lies elsewhere says so."""
         return HOST_STAGING if device_type == "cpu" else DEVICE_STAGING
+
+    def listen(self) -> None:
+        """This end gives: be ready for sinks. Called once, before any of them attaches.
+
+        Raises ConfigError where its port cannot be had, TransportUnavailable.
+        """
+        return
+
+    def take_counts(self) -> Mapping[str, int]:
+        """What its listener has refused since the last call, by why."""
+        return {}
 
     @property
     def is_idle(self) -> bool:

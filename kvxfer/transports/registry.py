@@ -28,13 +28,22 @@ from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.external import Maker, Wire, external_wires, named, stream_wire
 from kvxfer.transports.native_peers import RDMA_DEVICES
+from kvxfer.transports.parallel import num_streams
 from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.shm_direct import ShmSink, shm_source
+from kvxfer.transports.tcp_pipe import TcpPipe
 from kvxfer.transports.zmq_pipe import ZmqPipe
 
-AUTO = {"cuda": ("cuda_ipc", "zmq", "ucx", "nixl"), "cpu": ("shm", "zmq", "ucx", "nixl")}
+AUTO = {
+    "cuda": ("cuda_ipc", "zmq", "tcp", "ucx", "nixl"),
+    "cpu": ("shm", "zmq", "tcp", "ucx", "nixl"),
+}
 """What ``auto`` may take for memory on such a device, in the order of preference: the direct wire
 if it works, else the fastest of the others.
+"""
+TCP_PORTS = 64
+"""A range of ``data_port`` from which ``auto`` takes ports for ``tcp``, at least: so many have room
+for eight ranks with all wires. A rank must not take the port that another one needs for ``zmq``.
 """
 OPTIONAL = {"ucx": "ucxx", "nixl": "nixl"}
 """Wires that need a library, and its name. Loading it takes 0.5 s and 20 to 30 MB when an engine
@@ -71,6 +80,11 @@ def _zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     return ZmqPipe(Gpu(memory.device).pinned if is_gpu else None)
 
 
+def _tcp_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    is_gpu = any(tensor.device.type == "cuda" for tensor in memory.tensors)
+    return TcpPipe(config, wake, Gpu(memory.device).pinned if is_gpu else None)
+
+
 def _ucx_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     with _needs("ucx", "ucxx", "kvxfer[ucx]"):
         from kvxfer.transports.ucx_pipe import UcxPipe
@@ -83,7 +97,12 @@ def _nixl_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     return NixlPipe(memory.device, config, wake)
 
 
-PIPES: dict[str, MakePipe] = {"zmq": _zmq_pipe, "ucx": _ucx_pipe, "nixl": _nixl_pipe}
+PIPES: dict[str, MakePipe] = {
+    "zmq": _zmq_pipe,
+    "tcp": _tcp_pipe,
+    "ucx": _ucx_pipe,
+    "nixl": _nixl_pipe,
+}
 
 
 @contextmanager
@@ -123,8 +142,15 @@ def make_sources(
         wanted = config.transport
         _log.info("%s: for processes of this user on this host; see trust_network", wanted)
     makers = SOURCES | {name: wire.make_source for name, wire in _external(config).items()}
+    if config.transport == "auto" and not _has_ports_for_tcp(config):
+        del makers["tcp"]
     if config.data_ports.is_one:
         streams = [name for name in _wanted(makers, config, memory) if name not in _DIRECT]
+        if streams == ["tcp"]:
+            raise ConfigError(
+                f"data_port: expected a range for tcp, which takes two ports, got "
+                f"{config.data_port}; give a range of two for each rank"
+            )
         if len(streams) > 1:
             raise ConfigError(
                 f"data_port: expected a port for each of {', '.join(streams)}, got "
@@ -209,7 +235,8 @@ def _wanted(makers: Collection[str], config: Config, memory: LocalMemory) -> lis
             raise TransportUnavailable(
                 f"transport: expected memory on one of {', '.join(AUTO)}, got {kind}"
             )
-        own = [name for name in AUTO[kind] if _is_worth_it(name, kind, config)]
+        candidates = [name for name in AUTO[kind] if name in makers]
+        own = [name for name in candidates if _is_worth_it(name, kind, config)]
         return own + [name for name, wire in _external(config).items() if kind in wire.auto_for]
     if config.transport not in makers:
         raise TransportUnavailable(
@@ -219,8 +246,25 @@ def _wanted(makers: Collection[str], config: Config, memory: LocalMemory) -> lis
     return [config.transport]
 
 
+def _has_ports_for_tcp(config: Config) -> bool:
+    ports = config.data_ports
+    if ports.first == 0 or len(ports.in_order) >= TCP_PORTS:
+        return True
+    if _is_worth_it("tcp", "cpu", config):
+        _log.info(
+            "tcp: not offered, because data_port is %s; give a range of %d ports or more, or name "
+            "it with transport",
+            *(ports, TCP_PORTS),
+        )
+    return False
+
+
 def _is_worth_it(name: str, device_type: str, config: Config) -> bool:
-    """Whether ``auto`` has this wire, see OPTIONAL."""
+    """Whether ``auto`` has this wire: see OPTIONAL; ``tcp`` where it has several sockets, because
+    with one it is no faster than ``zmq``, and where no key says that bytes are to be encrypted.
+    """
+    if name == "tcp":
+        return num_streams(config) > 1 and config.curve_public_key is None
     if name not in OPTIONAL:
         return True
     if find_spec(OPTIONAL[name]) is None:

@@ -224,7 +224,8 @@ class Admission:
         """As many of these slots as this side allows. Raises ProtocolError if not even two."""
         most_nbytes = self._config.staging_nbytes
         if most_nbytes is None:
-            usual_nbytes = self._pipe.staging_size(self._device_type).over(num_streams).nbytes
+            number = max(num_streams, self._pipe.num_sockets)
+            usual_nbytes = self._pipe.staging_size(self._device_type).over(number).nbytes
             own_nbytes = self._num_slots * (self._config.chunk_nbytes or 0)
             most_nbytes = max(usual_nbytes, own_nbytes, LEAST_SLOTS * asked.slot_nbytes)
         if asked.slot_nbytes * LEAST_SLOTS > most_nbytes:

@@ -146,10 +146,8 @@ class StreamSink(ReceivingSink):
         return trial
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
-        sizes = [
-            self._pipe.staging_size(each).over(self._num_streams)
-            for each in self._device_types(source)
-        ]
+        number = max(self._num_streams, self._pipe.num_sockets)
+        sizes = [self._pipe.staging_size(each).over(number) for each in self._device_types(source)]
         return staging_bounds(self._config, sizes)
 
     def _device_types(self, source: RankManifest) -> set[str]:

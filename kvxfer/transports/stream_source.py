@@ -126,6 +126,8 @@ class StreamSource(SendingSource):
             self.name = self._pipe.name
             self._admission = Admission(self._pipe, config, memory.device.type)
             self._router = self._listen(config, context)
+            undo.callback(self._router.close)
+            self._pipe.listen()
             undo.pop_all()
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._leaving: dict[Connection, None] = {}
@@ -357,10 +359,13 @@ class StreamSource(SendingSource):
 
     def _announce(self, connection: Connection, header: Header, parts: Parts) -> bool:
         """Tell a sink what its slot holds; False if it takes nothing. Raises PipeBroken."""
-        frame, lane = encode(header), connection.lane
+        return self._carry(connection, header.slot, encode(header), parts)
+
+    def _carry(self, connection: Connection, slot: int, frame: bytes, parts: Parts) -> bool:
+        lane = connection.lane
         if not parts and lane is not None and lane.tell(frame):
             return True
-        return self._tell(connection.identity_for(header.slot), frame, *parts)
+        return self._tell(connection.identity_for(slot), frame, *parts)
 
     # -- the IO thread's turn
 
@@ -382,6 +387,7 @@ class StreamSource(SendingSource):
         num_failed = self._router.inspect()
         if num_failed:
             self.counts["refused.handshake"] += num_failed
+        self.counts.update(self._pipe.take_counts())
         ended_s = time.monotonic() - TRIAL_S
         for connection in self._connections.all():
             if connection.is_trial and connection.attached_s < ended_s:

@@ -41,7 +41,7 @@ class Honest:
         """What an attacker knows."""
         return Target(
             control=self.source.endpoint,
-            data=self.source.manifest.ranks[0].data_endpoints["zmq"],
+            data=self.source.manifest.ranks[0].data_endpoints[self.source.config.transport],
             nonce=self.held.offer.nonce,
             incarnation=self.source.incarnation,
             sink_life=self.sink.incarnation,
@@ -93,7 +93,7 @@ def over_tcp() -> Iterator[None]:
 
 
 @contextmanager
-def honest_pair(*, has_keys: bool = False, **settings: Any) -> Iterator[Honest]:
+def honest_pair(*, has_keys: bool = False, wire: str = "zmq", **settings: Any) -> Iterator[Honest]:
     """``settings``: of the source."""
     keys: list[dict[str, Any]] = [{}, {}]
     stolen: tuple[str, ...] = ()
@@ -109,7 +109,9 @@ def honest_pair(*, has_keys: bool = False, **settings: Any) -> Iterator[Honest]:
         stolen = (takes, takes_secret, gives)
     with ExitStack() as stack:
         stack.enter_context(over_tcp())
-        common: dict[str, Any] = {"transport": "zmq", **PATIENT}
+        common: dict[str, Any] = {"transport": wire, **PATIENT}
+        if wire == "tcp":
+            common["zmq_streams"] = 2
         source = stack.enter_context(
             Engine(SHAPE, "prefill", fill=None, **{**common, **settings}, **keys[0])
         )

@@ -376,3 +376,27 @@ def test_other_threads_run_during_a_call(step: str) -> None:
         if gap < 0.3 * durations_s[-1]:
             return
     pytest.fail(f"longest gaps {longest_gaps_s} s in calls of {durations_s} s")
+
+
+@pytest.mark.parametrize("gap_nbytes", [0, 3, 128, 256])
+def test_regions_in_one_call_are_as_one_by_one(gap_nbytes: int) -> None:
+    """Also those that do not begin at whole granules of the first, and in another order."""
+    own, num_tokens = tile("HND", 16, 16, 2, 256), 9 * 16
+    extent_nbytes = own.num_blocks * own.stride_block
+    bases = tuple(Base(0, 64 + number * (extent_nbytes + gap_nbytes)) for number in (2, 0, 1))
+    side = Side(group=0, tile=own, bases=bases)
+    numbers = np.random.default_rng(0)
+    memory = torch.from_numpy(numbers.integers(0, 256, 64 + 4 * extent_nbytes, dtype=np.uint8))
+    ids, nbytes = numbers.permutation(100)[:9], num_tokens * 2 * 256
+    together = torch.zeros(3 * nbytes, dtype=torch.uint8)
+    gather([memory], side, ids, side.order, (0, 3), (0, num_tokens), together)
+    taken = torch.zeros_like(memory), torch.zeros_like(memory)
+    scatter([taken[0]], side, ids, (0, 3), (0, num_tokens), together)
+    for region in range(3):
+        alone = torch.zeros(nbytes, dtype=torch.uint8)
+        span = (region, region + 1), (0, num_tokens)
+        gather([memory], side, ids, side.order, *span, alone)
+        assert torch.equal(together[region * nbytes : (region + 1) * nbytes], alone)
+        scatter([taken[1]], side, ids, *span, alone)
+    assert torch.equal(*taken)
+    assert bool(taken[0].any())

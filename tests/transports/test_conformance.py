@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 
@@ -33,6 +34,7 @@ from kvxfer.transports.stream_link import Link
 from kvxfer.transports.stream_machine import Fill
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.tcp_pipe import TcpPipe
 from kvxfer.transports.ucx_pipe import UcxPipe
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
@@ -77,6 +79,10 @@ def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     return ZmqPipe()
 
 
+def tcp_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    return TcpPipe(msgspec.structs.replace(config, zmq_streams=3), wake)
+
+
 def ucx_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     return UcxPipe(memory.device, config, wake)
 
@@ -92,6 +98,7 @@ def nixl_reading_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
 
 
 zmq_source, zmq_sink = partial(stream_source, zmq_pipe), partial(stream_sink, zmq_pipe)
+tcp_source, tcp_sink = partial(stream_source, tcp_pipe), partial(stream_sink, tcp_pipe)
 ucx_source, ucx_sink = partial(stream_source, ucx_pipe), partial(stream_sink, ucx_pipe)
 nixl_source, nixl_sink = partial(stream_source, nixl_pipe), partial(stream_sink, nixl_pipe)
 nixl_reading_sink = partial(stream_sink, nixl_reading_pipe)
@@ -116,6 +123,7 @@ def cuda_ipc_sink(
     [
         pytest.param(shm_source, shm_sink, id="shm"),
         pytest.param(zmq_source, zmq_sink, id="zmq"),
+        pytest.param(tcp_source, tcp_sink, id="tcp"),
         pytest.param(ucx_source, ucx_sink, id="ucx", marks=needs_ucxx),
         pytest.param(nixl_source, nixl_sink, id="nixl", marks=needs_nixl),
         pytest.param(nixl_source, nixl_reading_sink, id="nixl READ", marks=needs_nixl),

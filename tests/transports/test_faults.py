@@ -156,6 +156,7 @@ def test_blank_reads_end_well_and_write_nothing(wire: str) -> None:
     [
         ("zmq", "source", "chunk:flip", 9),
         ("zmq", "sink", "read:flip", 9),
+        ("tcp", "source", "chunk:flip", 9),
         ("shm", "sink", "read:flip", 1),
     ],
 )
@@ -184,11 +185,14 @@ def test_a_rare_flip_leaves_most_pieces_alone(wire: str) -> None:
         assert pair.content() == pair.expected(a_move())
 
 
+@pytest.mark.parametrize("wire", ["zmq", "tcp"])
 @pytest.mark.parametrize(
     ("fault", "reason"), [("drop", "unknown_key"), ("corrupt_header", "malformed")]
 )
-def test_lost_chunks_leave_the_read_open_and_the_next_one_whole(fault: str, reason: str) -> None:
-    with _pair("zmq", source=f"chunk:{fault}=0.1;seed=3") as pair:
+def test_lost_chunks_leave_the_read_open_and_the_next_one_whole(
+    fault: str, reason: str, wire: str
+) -> None:
+    with _pair(wire, source=f"chunk:{fault}=0.1;seed=3") as pair:
         pair.start(key_of(1), a_move())
         pair.until(lambda: type(pair.said[-1]).__name__ == "Sent" if pair.said else False)
         pair.until(lambda: pair.sink.counts[reason] > 0)
@@ -198,8 +202,9 @@ def test_lost_chunks_leave_the_read_open_and_the_next_one_whole(fault: str, reas
         assert isinstance(pair.end(key_of(1)), ReadStopped)
 
 
-def test_duplicates_change_nothing() -> None:
-    with _pair("zmq", source="chunk:duplicate") as pair:
+@pytest.mark.parametrize("wire", ["zmq", "tcp"])
+def test_duplicates_change_nothing(wire: str) -> None:
+    with _pair(wire, source="chunk:duplicate") as pair:
         for number in range(1, 4):
             pair.start(key_of(number), a_move())
             assert isinstance(pair.end(key_of(number)), ReadDone)

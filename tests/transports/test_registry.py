@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,30 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, TransportUnavailable
-from kvxfer.tensors.shared_memory import SharedPool, plain_info
-from kvxfer.testing.peers import Context
 from kvxfer.transports import registry
 from kvxfer.transports.base import LocalMemory, SendingSource, SourceTransport
-from kvxfer.transports.copy_thread import CopyThread
-from kvxfer.transports.registry import data_endpoints, make_sources, published_infos
+from kvxfer.transports.registry import data_endpoints, published_infos
 from tests.transports.pair import CONFIG
-
-
-class Worker:
-    def __init__(self) -> None:
-        self.copy_thread = CopyThread()
-        self.context: Context = zmq.Context()
-        self.pool = SharedPool.create(4096)
-        self.shared = LocalMemory((self.pool.tensor,), (self.pool.info,))
-        plain = torch.zeros(4096, dtype=torch.uint8)
-        self.plain = LocalMemory((plain,), (plain_info(plain),))
-
-    def sources(self, memory: LocalMemory, config: Config) -> dict[str, SourceTransport]:
-        return make_sources(memory, config, self.copy_thread, lambda: None, self.context)
+from tests.transports.worker import Worker
 
 
 def close(sources: Mapping[str, SourceTransport]) -> None:
@@ -45,16 +30,13 @@ def close(sources: Mapping[str, SourceTransport]) -> None:
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    worker = Worker()
-    yield worker
-    worker.copy_thread.close()
-    worker.context.term()
-    worker.pool.close()
+    with closing(Worker()) as worker:
+        yield worker
 
 
 def test_auto_makes_every_wire_that_the_memory_allows(worker: Worker) -> None:
     for memory, names in ((worker.shared, ["shm", "zmq"]), (worker.plain, ["zmq"])):
-        sources = worker.sources(memory, Config())
+        sources = worker.sources(memory, Config(zmq_streams=1))
         assert list(sources) == names
         assert list(data_endpoints(sources)) == ["zmq"]
         assert data_endpoints(sources)["zmq"].startswith("tcp://127.0.0.1:")
@@ -95,7 +77,7 @@ def test_optional_wires_are_made_where_they_can_gain_something(
 
     def names(*, is_trusted: bool = True) -> list[str]:
         made.clear()
-        sources = worker.sources(worker.shared, Config(trust_network=is_trusted))
+        sources = worker.sources(worker.shared, Config(trust_network=is_trusted, zmq_streams=1))
         close(sources)
         return list(sources)
 
@@ -122,7 +104,8 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     monkeypatch.setitem(registry.SOURCES, "cuda_ipc", make("cuda_ipc", TransportUnavailable))
     monkeypatch.setitem(registry.SOURCES, "zmq", lambda *_: None)
     (tmp_path / "infiniband" / "mlx5_0").rmdir()
-    assert list(worker.sources(LocalMemory((on_gpu,), ()), Config())) == ["zmq"]
+    memory = LocalMemory((on_gpu,), ())
+    assert list(worker.sources(memory, Config(zmq_streams=1))) == ["zmq"]
     assert made == ["cuda_ipc", "ucx", "nixl"]
 
 
@@ -133,7 +116,7 @@ def test_auto_without_a_listening_address_is_an_error(worker: Worker) -> None:
 
 def test_wires_of_another_version(worker: Worker) -> None:
     unknown = Config(transport="rdma")
-    with pytest.raises(TransportUnavailable, match="cuda_ipc, shm, zmq, ucx, nixl, got rdma"):
+    with pytest.raises(TransportUnavailable, match="shm, zmq, tcp, ucx, nixl, got rdma"):
         worker.sources(worker.shared, unknown)
 
 
