@@ -152,28 +152,32 @@ def test_a_planted_fault_is_found(planted: Planted, tmp_path: Path) -> None:
     assert found.by, planted.plant.__doc__
 
 
-def owners() -> dict[tuple[type | ModuleType, str], object]:
+Owner = type | ModuleType
+
+
+def insides() -> dict[tuple[Owner, str], object]:
     """Everything of the modules that planted faults change, and of their classes."""
-    rooms = [room for room in vars(planted_faults).values() if isinstance(room, ModuleType)]
-    kvxfers = [room for room in rooms if room.__name__.startswith("kvxfer.")]
-    classes = {each for room in kvxfers for each in vars(room).values() if isinstance(each, type)}
+    found = [room for room in vars(planted_faults).values() if isinstance(room, ModuleType)]
+    rooms = [room for room in found if room.__name__.startswith("kvxfer.")]
+    classes = {each for room in rooms for each in vars(room).values() if isinstance(each, type)}
+    owners: list[Owner] = [*rooms]
+    owners += [each for each in classes if each.__module__.startswith("kvxfer.")]
     return {
         (owner, name): copy(value) if isinstance(value, dict) else value
-        for owner in (*kvxfers, *classes)
+        for owner in owners
         for name, value in list(vars(owner).items())
-        if owner.__name__.startswith("kvxfer.") or owner.__module__.startswith("kvxfer.")
     }
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_a_planted_fault_changes_what_is_there(planted: Planted) -> None:
     """What was renamed would be set beside it, and change nothing."""
-    before = owners()
+    before = insides()
     planted.plant()
     try:
         changed = {
             (owner, name)
-            for (owner, name), value in owners().items()
+            for (owner, name), value in insides().items()
             if before.get((owner, name), _NOTHING) != value
         }
         assert changed, "it changes nothing"

@@ -459,6 +459,13 @@ def test_a_closed_sink_gets_nothing_more_and_waits_for_its_source() -> None:
         ends.until(lambda: ends.source_pipe.is_idle and ends.sink_pipe.is_idle)
 
 
+def holds_a_message(lane: UcxLane) -> bool:
+    """That no receive was posted for."""
+    library = lane.end.ucx._library
+    tags = (library.UCXXTag(0), library.UCXXTagMask(0))
+    return bool(lane.end.worker.tag_probe(*tags).matched)
+
+
 @needs_ucxx
 @pytest.mark.parametrize("nbytes", [100, SLOTS.slot_nbytes, SLOTS.slot_nbytes + 1])
 def test_a_payload_for_a_sink_that_was_never_connected_ends_with_it(nbytes: int) -> None:
@@ -467,10 +474,7 @@ def test_a_payload_for_a_sink_that_was_never_connected_ends_with_it(nbytes: int)
         sink = ends.sink_pipe.open_sink(SLOTS)
         source = ends.source_pipe.open_source(sink.address, Slots(1, nbytes))
         source.send(0, 0, nbytes)
-        library, worker = sink.end.ucx._library, sink.end.worker
-        tags = (library.UCXXTag(0), library.UCXXTagMask(0))
-        ends.until(lambda: worker.tag_probe(*tags).matched)
-        del worker
+        ends.until(lambda: holds_a_message(sink))
         begin_s = time.monotonic()
         sink.close()
         ends.until(lambda: ends.sink_pipe.is_idle)
