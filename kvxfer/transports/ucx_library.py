@@ -32,6 +32,9 @@ INSTALL = "install kvxfer[ucx]"
 _SEGMENT = "256k"
 """Of UCX over TCP, which copies into a buffer of this size, sends it, and copies out of one. Its
 own 8 KiB cost twice the CPU time (49 ms for 64 MiB instead of 24); 1 MiB is no better."""
+_RNDV_THRESH = "256000"
+"""Less than a segment, so that no message comes in several without a handshake: where its sender is
+killed half-way, UCX ends the receive of such a message never."""
 _ADDRESS_VERSION, _KNOWN_VERSIONS = 0x0F, (0, 1)
 """In the first byte of a worker's address: UCX 1.21 asserts that it is one of these."""
 _RNDV_THRESH_CUDA = "8192"
@@ -91,6 +94,11 @@ class Ucx:
         except (self.Error, IndexError) as exc:
             raise PipeBroken(f"ucx: expected an address that can be reached, got {exc!r}") from exc
 
+    def unasked(self, worker: Worker) -> Foreign:
+        """A message that no receive was posted for; it has to be received now."""
+        library = self._library
+        return worker.tag_probe(library.UCXXTag(0), library.UCXXTagMask(0), remove=True)
+
     def array(self, part: torch.Tensor | bytearray) -> object:
         """Flat memory that an operation may be given."""
         if isinstance(part, torch.Tensor) and not part.is_cuda:
@@ -134,6 +142,7 @@ def settings(
         "TLS": "^sm,self",
         "TCP_TX_SEG_SIZE": _SEGMENT,
         "TCP_RX_SEG_SIZE": _SEGMENT,
+        "RNDV_THRESH": _RNDV_THRESH,
         "NET_DEVICES": ",".join(net_devices),
     }
     if device.type == "cuda":

@@ -8,6 +8,12 @@ worker costs 3 ms, 5 descriptors and next to no memory, and to connect it 10 ms.
 A receive is posted for each slot as soon as the source's end is known, and again for the next
 generation when the slot is freed. Peer error handling is always on: without it a killed peer takes
 the process along or leaves requests without an end.
+
+No operation of a peer that lives is cancelled: UCX cannot take back what has begun, and ``ucxx``
+keeps what it was told to cancel, with its worker. So a closed end is driven on until nothing of it
+is under way: the source's until its payloads have gone, and then it ends the connection; the sink's
+until that has come, for only the source knows what is under way. What outlives its pipe goes to
+another pipe of the process.
 """
 
 from __future__ import annotations
@@ -15,10 +21,12 @@ from __future__ import annotations
 import logging
 import secrets
 import select
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Annotated
 
 import msgspec
@@ -53,9 +61,18 @@ LOOK_S, LOOK_BYTES_PER_S = 100e-6, 200e9
 """How long the IO thread does not sleep, between GPUs, for a payload that was announced: by NVLink
 it is there within that, and UCX told an armed worker of it 0.1 to 0.9 ms late.
 """
+SLOW_LOOK_S = 0.05
+"""How often a closed end has a turn whatever its descriptor says."""
+KEPT_S = 1.0
+"""What is still under way this long after a close counts as quarantined: the peer stands still."""
+CLOSE_S = 0.5
+"""How long ``close`` waits for closed ends, where no other pipe of the process takes them."""
 
 _log = logging.getLogger("kvxfer.transports")
-_quarantine: list[UcxEnd] = []  # what outlives its pipe
+_open_pipes: weakref.WeakSet[UcxPipe] = weakref.WeakSet()
+_open_pipes_lock = threading.Lock()
+_left: deque[UcxEnd] = deque()
+"""Closed ends that have outlived their pipe, until another one takes them."""
 
 
 class SinkAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -101,10 +118,11 @@ class UcxLane(Lane):
         return False
 
     def close(self) -> None:
-        """What was not sent yet never is; what arrives is thrown away with the worker."""
+        """What is under way ends in staging that is kept for it; nobody looks at it."""
         if self._is_open:
             self._is_open = False
-            self._pipe.finish(self.end)
+            self._mail.forget()
+            self._pipe.retire(self.end)
 
 
 class UcxSourceLane(UcxLane, SourceLane):
@@ -225,18 +243,26 @@ class UcxPipe(Pipe):
         self._epoll = select.epoll()
         self._lanes: dict[int, UcxLane] = {}
         """Those that are open, by the descriptor of their worker."""
+        self._ending: dict[int, UcxEnd] = {}
+        """Those that were closed and have something under way, in the same way."""
+        self._next_look_s = 0.0
         self._restless: set[int] = set()
         """Workers that have something to do although their descriptor may be silent."""
-        self._quarantined: list[UcxEnd] = []
+        with _open_pipes_lock:
+            _open_pipes.add(self)
 
     @property
     def quarantined_nbytes(self) -> int:
-        """Staging that is kept until the process ends, because an operation on it has no end."""
-        return sum(end.slots.nbytes for end in self._quarantined)
+        """Staging that was closed some time ago and is kept: an operation on it has no end."""
+        now_s = time.monotonic()
+        return sum(end.slots.nbytes for end in self._ending.values() if end.is_late(now_s))
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._ending or _left)
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Around every call of UCX: it works in the CUDA context of the thread."""
-        return current_context(self._device) if self._device.type == "cuda" else nullcontext()
+        return on_device(self._device)
 
     def open_source(self, address: bytes, slots: Slots) -> UcxSourceLane:
         try:
@@ -249,7 +275,7 @@ class UcxPipe(Pipe):
                 end.connect(sink.worker)
                 lane = UcxSourceLane(self, end, sink.connection)
             except PipeBroken as exc:
-                self.finish(end)
+                self.retire(end)
                 raise TransportUnavailable(
                     f"{exc}; unless both sides have trust_network set, UCX stays within a host"
                 ) from exc
@@ -259,16 +285,20 @@ class UcxPipe(Pipe):
     def open_sink(self, slots: Slots, way: str = "") -> UcxSinkLane:
         self.way_named(way)
         with self.on_device():
-            end = self._new_end(slots)
+            end = self._new_end(slots, ends_last=True)
             lane = UcxSinkLane(self, end)
         self._lanes[end.fd] = lane
         return lane
 
-    def _new_end(self, slots: Slots) -> UcxEnd:
-        end = UcxEnd(self._ucx, self._context, self._device, slots, self.drive_soon)
+    def _new_end(self, slots: Slots, *, ends_last: bool = False) -> UcxEnd:
+        end = UcxEnd(self._ucx, self._context, self._device, slots, ends_last=ends_last)
+        self._adopt(end)
+        return end
+
+    def _adopt(self, end: UcxEnd) -> None:
+        end.restless = self.drive_soon
         self._epoll.register(end.fd, select.EPOLLIN)
         self._restless.add(end.fd)  # its descriptor speaks once it has been armed
-        return end
 
     def fds(self) -> Sequence[int]:
         return () if self._epoll.closed else (self._epoll.fileno(),)
@@ -289,6 +319,8 @@ class UcxPipe(Pipe):
         if lanes := [self._lanes[fd] for fd in fds if fd in self._lanes]:
             with self.on_device():
                 self._drive(lanes)
+        if self._ending or _left:
+            self._end(fds)
 
     def _drive(self, lanes: Sequence[UcxLane]) -> None:
         workers = [lane.end.worker for lane in lanes]
@@ -307,24 +339,78 @@ class UcxPipe(Pipe):
             now_s = time.perf_counter()
         self.drive_soon(*(lane.end for lane in lanes))
 
-    def finish(self, end: UcxEnd) -> None:
+    # -- ends that were closed
+
+    def retire(self, end: UcxEnd) -> None:
+        """Drive it on until nothing of it is under way."""
         self._lanes.pop(end.fd, None)
+        end.closed_s = time.monotonic()
+        self._ending[end.fd] = end
+        self._end((end.fd,))
+
+    def _end(self, fds: Iterable[int]) -> None:
+        """A turn for those of these descriptors, and now and then for all."""
+        for end in _taken(_left):
+            self._adopt(end)
+            self._ending[end.fd] = end
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + SLOW_LOOK_S
+            fds = tuple(self._ending)
+        for end in [self._ending[fd] for fd in fds if fd in self._ending]:
+            if end.is_over():
+                self._forget(end)
+                end.let_go()
+            elif end.is_late(now_s):
+                end.warn_once()
+
+    def _forget(self, end: UcxEnd) -> None:
+        del self._ending[end.fd]
         self._restless.discard(end.fd)
         self._epoll.unregister(end.fd)
-        with self.on_device():
-            if not end.finish():
-                self._quarantined.append(end)
-                _log.warning(
-                    "ucx: %d bytes of staging are kept: an operation on them has no end",
-                    end.slots.nbytes,
-                )
 
     def close(self) -> None:
+        """What is under way is driven on by another pipe of the process. Without one it is waited
+        for, and what is left then is kept.
+        """
+        if self._epoll.closed:
+            return
         for lane in list(self._lanes.values()):
             lane.close()
-        _quarantine.extend(self._quarantined)
+        with _open_pipes_lock:
+            _open_pipes.discard(self)
+            others = list(_open_pipes)
+        give_up_s = time.monotonic() + CLOSE_S
+        while (self._ending or _left) and not others and time.monotonic() < give_up_s:
+            self._epoll.poll(SLOW_LOOK_S)
+            self._end(tuple(self._ending))
+        for end in list(self._ending.values()):
+            self._forget(end)
+            if not others:
+                end.warn_once()
+            _left.append(end)
         self._epoll.close()
         self._context = None
+        for pipe in others:
+            pipe.wake()
+
+    def wake(self) -> None:
+        """Have ``progress`` called. From any thread."""
+        self._wake()
+
+
+def _taken(left: deque[UcxEnd]) -> list[UcxEnd]:
+    """All of them; pipes of other threads may take some meanwhile."""
+    taken: list[UcxEnd] = []
+    while left:
+        with suppress(IndexError):
+            taken.append(left.popleft())
+    return taken
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Around every call of UCX: it works in the CUDA context of the thread."""
+    return current_context(device) if device.type == "cuda" else nullcontext()
 
 
 # ------------------------------------------------------------------ one end of a connection
@@ -353,8 +439,8 @@ class UcxEnd:
     end has something to do although its descriptor is not readable.
 
     UCX matches tags within a worker and has no way to take back a message that has begun to arrive.
-    So what belongs to a connection ends with its worker: what was posted, what has come unasked,
-    and what is half received.
+    So what belongs to a connection ends with its worker: what was posted and what has come unasked.
+    ``ends_last``: a closed end waits for its peer to end the connection.
     """
 
     def __init__(
@@ -363,14 +449,16 @@ class UcxEnd:
         context: object,
         device: torch.device,
         slots: Slots,
-        restless: Callable[[UcxEnd], None],
+        *,
+        ends_last: bool,
     ) -> None:
         """Allocate the staging and a worker. Raises TransportUnavailable."""
         if slots.num_slots > MAX_SLOTS:
             raise TransportUnavailable(
                 f"ucx: expected at most {MAX_SLOTS} slots, got {slots.num_slots}"
             )
-        self.slots, self.ucx, self._restless = slots, ucx, restless
+        self.slots, self.ucx, self._device, self._ends_last = slots, ucx, device, ends_last
+        self.restless: Callable[[UcxEnd], None] = _nobody
         staging = make_staging(slots.nbytes, device)
         self.parts: list[torch.Tensor] = list(staging.view(slots.num_slots, -1))
         self._arrays = [ucx.array(part) for part in self.parts]
@@ -380,8 +468,11 @@ class UcxEnd:
         self.worker = ucx.worker(context)
         self.fd = self.worker.epoll_file_descriptor
         self._endpoint: Endpoint | None = None
-        self._under_way: dict[Request, object] = {}
+        self._sending: dict[Request, object] = {}
+        self._receiving: dict[Request, object] = {}
         """What may still touch memory, and which: UCX itself keeps no reference to it."""
+        self.closed_s = 0.0
+        self._is_told = False
 
     def connect(self, address: bytes) -> None:
         """To the peer's worker. Raises PipeBroken."""
@@ -392,7 +483,7 @@ class UcxEnd:
 
     def send(self, slot: int, tag: int, nbytes: int) -> Request:
         """The beginning of the slot. Raises PipeBroken."""
-        return self.start(self.endpoint.tag_send, self._cut(slot, nbytes)[1], tag)
+        return self.start_send(self._cut(slot, nbytes)[1], tag)
 
     def _cut(self, slot: int, nbytes: int) -> tuple[torch.Tensor, object]:
         known = self._cuts[slot]
@@ -403,7 +494,7 @@ class UcxEnd:
 
     def receive(self, slot: int, tag: int) -> Request:
         """Into the slot. Raises PipeBroken."""
-        return self.start(self.endpoint.tag_recv, self._arrays[slot], tag)
+        return self.start_receive(self._arrays[slot], tag)
 
     @property
     def is_connected(self) -> bool:
@@ -416,23 +507,40 @@ class UcxEnd:
             raise PipeBroken("ucx: expected the peer's address before any chunk, got none")
         return self._endpoint
 
-    def start(
-        self, operation: Callable[[object, object], Request], array: object, tag: int
+    def start_send(self, array: object, tag: int) -> Request:
+        """Of an array of ``ucx``. Raises PipeBroken."""
+        return self._start(self._sending, self.endpoint.tag_send, array, tag)
+
+    def start_receive(self, array: object, tag: int) -> Request:
+        """Into an array of ``ucx``. Raises PipeBroken."""
+        return self._start(self._receiving, self.endpoint.tag_recv, array, tag)
+
+    def _start(
+        self,
+        under_way: dict[Request, object],
+        operation: Callable[[object, object], Request],
+        array: object,
+        tag: int,
     ) -> Request:
-        """One of the endpoint's, on an array of ``ucx``. Raises PipeBroken."""
         try:
             request = operation(array, self.ucx.tag(tag))
         except self.ucx.Error as exc:
             raise PipeBroken(f"ucx: expected to send and receive, got {exc!r}") from exc
-        self._under_way[request] = array
-        # What that began may have to go on, or may be done already: then the descriptor is silent.
-        if self.worker.progress_once() or not self.worker.arm():
-            self._restless(self)
+        under_way[request] = array
+        self._arm()
         return request
+
+    def _arm(self) -> None:
+        """What has begun may have to go on, or may be done already: then the descriptor is
+        silent.
+        """
+        if self.worker.progress_once() or not self.worker.arm():
+            self.restless(self)
 
     def check(self) -> None:
         """Raises PipeBroken for an operation that has failed, or a peer that has gone."""
-        for request in [request for request in self._under_way if request.completed]:
+        under_way = (*self._sending, *self._receiving)
+        for request in [request for request in under_way if request.completed]:
             self.take(request)
         if self._endpoint is None or self._endpoint.alive:
             return
@@ -444,23 +552,68 @@ class UcxEnd:
 
     def take(self, request: Request) -> None:
         """It has completed. Raises PipeBroken if it has failed."""
-        self._under_way.pop(request, None)
+        self._sending.pop(request, None)
+        self._receiving.pop(request, None)
         try:
             request.check_error()
         except self.ucx.Error as exc:
             raise PipeBroken(f"ucx: expected a chunk to get through, got {exc!r}") from exc
 
-    def finish(self) -> bool:
-        """Let go of UCX's part. False if an operation has no end: then of nothing."""
-        if self._endpoint is not None:
-            self._endpoint.close_blocking()
-        self.worker.cancel_inflight_requests()  # those of an endpoint that had failed before
-        if not all(request.completed for request in self._under_way):
+    # -- the end of it
+
+    def is_late(self, now_s: float) -> bool:
+        return now_s - self.closed_s >= KEPT_S
+
+    def warn_once(self) -> None:
+        if not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "ucx: %d bytes of staging are kept: an operation on them has no end",
+                self.slots.nbytes,
+            )
+
+    def is_over(self) -> bool:
+        """A turn for a closed end. Whether nothing of it is under way any more."""
+        with on_device(self._device):
+            until_s = time.perf_counter() + TURN_S
+            while self.worker.progress_once() and time.perf_counter() < until_s:
+                pass
+            is_over = self._is_disconnected() and not self._takes_unasked()
+            if not is_over:
+                self._arm()
+        return is_over
+
+    def _is_disconnected(self) -> bool:
+        endpoint = self._endpoint
+        if endpoint is not None and endpoint.alive:
+            if self._ends_last or not all(request.completed for request in self._sending):
+                return False
+            endpoint.close_blocking()  # what is posted is the receive of a message, if anything
+        # Of an endpoint that has gone UCX ends what had begun, and this what had not
+        self.worker.cancel_inflight_requests()
+        return all(request.completed for request in (*self._sending, *self._receiving))
+
+    def _takes_unasked(self) -> bool:
+        """Whether something has come that no receive was posted for. To destroy a worker that has
+        such a payload takes for ever: ``ucxx`` would wait for it and not see it come.
+        """
+        found = self.ucx.unasked(self.worker)
+        if not found.matched:
             return False
-        # The worker goes, and with it what UCX has of messages that had begun; the memory after it.
-        self._under_way.clear()
-        del self._endpoint, self.worker
+        if found.length <= self.slots.slot_nbytes:  # else it is dropped, and UCX warns
+            self._receiving[self.worker.tag_recv_with_handle(self._arrays[0], found)] = None
         return True
+
+    def let_go(self) -> None:
+        """It is over: the worker goes, and the memory after it."""
+        with on_device(self._device):
+            self._sending.clear()
+            self._receiving.clear()
+            del self._endpoint, self.worker
+
+
+def _nobody(end: UcxEnd) -> None:
+    """Until a pipe drives it."""
 
 
 class UcxMail:
@@ -482,7 +635,7 @@ class UcxMail:
     def listen(self) -> None:
         """Once the end is connected. Raises PipeBroken."""
         tag = tag_of(self._connection, MAX_SLOTS, self._num_posted)
-        self._posted = self._end.start(self._end.endpoint.tag_recv, self._array, tag)
+        self._posted = self._end.start_receive(self._array, tag)
         self._num_posted += 1
 
     @property
@@ -498,7 +651,7 @@ class UcxMail:
         framed = bytearray(len(message).to_bytes(_LENGTH_NBYTES, "little") + message)
         tag = tag_of(self._connection, MAX_SLOTS, self._num_sent)
         array = self._end.ucx.array(framed)
-        self._sent.append(self._end.start(self._end.endpoint.tag_send, array, tag))
+        self._sent.append(self._end.start_send(array, tag))
         self._num_sent += 1
         return True
 
@@ -513,3 +666,8 @@ class UcxMail:
             found.append(bytes(self._buffer[_LENGTH_NBYTES : _LENGTH_NBYTES + nbytes]))
             self.listen()
         return found
+
+    def forget(self) -> None:
+        """The end has what is under way."""
+        self._posted = None
+        self._sent.clear()

@@ -5,13 +5,16 @@ nothing is left. ``scripts/chaos.py`` has the long ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from kvxfer.transfer.manifest import RankId
 from tests.builders import EngineShape, build_regions
+from tests.chaos import planted as planted_faults
 from tests.chaos.content import answer_of, kv_of, names_of
 from tests.chaos.finding import look_for
 from tests.chaos.fleet import Networks
@@ -29,6 +32,7 @@ def slow(wire: Any) -> Any:
     return pytest.param(*values, marks=(*marks, pytest.mark.slow))
 
 
+_NOTHING = object()
 FEW = 160
 SHORT = 1.2
 """Stops of a second: as long as the shortest time-outs. Longer ones are in the long storms."""
@@ -146,6 +150,47 @@ def test_without_digests_a_flipped_bit_is_not_found(wire: str, tmp_path: Path) -
 def test_a_planted_fault_is_found(planted: Planted, tmp_path: Path) -> None:
     found = look_for(planted, tmp_path)
     assert found.by, planted.plant.__doc__
+
+
+Owner = type | ModuleType
+
+
+def insides() -> dict[tuple[Owner, str], object]:
+    """Everything of the modules that planted faults change, and of their classes."""
+    found = [room for room in vars(planted_faults).values() if isinstance(room, ModuleType)]
+    rooms = [room for room in found if room.__name__.startswith("kvxfer.")]
+    classes = {each for room in rooms for each in vars(room).values() if isinstance(each, type)}
+    owners: list[Owner] = [*rooms]
+    owners += [each for each in classes if each.__module__.startswith("kvxfer.")]
+    return {
+        (owner, name): copy(value) if isinstance(value, dict) else value
+        for owner in owners
+        for name, value in list(vars(owner).items())
+    }
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_a_planted_fault_changes_what_is_there(planted: Planted) -> None:
+    """What was renamed would be set beside it, and change nothing."""
+    before = insides()
+    planted.plant()
+    try:
+        changed = {
+            (owner, name)
+            for (owner, name), value in insides().items()
+            if before.get((owner, name), _NOTHING) != value
+        }
+        assert changed, "it changes nothing"
+        for owner, name in changed:
+            bases = owner.__mro__[1:] if isinstance(owner, type) else ()
+            known = (owner, name) in before or any(name in vars(base) for base in bases)
+            assert known, f"{owner.__name__} has no {name}"
+    finally:
+        for owner, name in changed:
+            if (owner, name) in before:
+                setattr(owner, name, before[owner, name])
+            else:
+                delattr(owner, name)
 
 
 def test_a_seed_is_the_whole_plan() -> None:

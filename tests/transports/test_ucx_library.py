@@ -54,6 +54,7 @@ def test_settings() -> None:
         "TLS": "^sm,self",
         "TCP_TX_SEG_SIZE": "256k",
         "TCP_RX_SEG_SIZE": "256k",
+        "RNDV_THRESH": "256000",  # less than a segment
         "NET_DEVICES": "eth0,mlx5_0:1",
     }
     environ = {"UCX_TLS": "tcp,cuda", "UCX_NET_DEVICES": "eth1"}

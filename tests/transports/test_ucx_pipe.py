@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transports import ucx_pipe as ucx_pipe_module
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import PipeBroken, Slots
 from kvxfer.transports.ucx_library import Worker
@@ -196,7 +198,8 @@ def test_messages_that_were_sent_leave_nothing_behind(side: str) -> None:
             assert giver.tell(bytes([number]))
             assert told(ends, taker, 1) == [bytes([number])]
         # What is posted stays: the slots' receives and the next message's, and the last one sent
-        assert len(giver.end._under_way) <= SLOTS.num_slots + 2
+        assert len(giver.end._sending) <= 1
+        assert len(giver.end._receiving) <= SLOTS.num_slots + 1
 
 
 @needs_ucxx
@@ -241,7 +244,7 @@ def test_a_message_that_is_none_breaks_the_connection(message: bytes) -> None:
     with two_ends() as ends:
         end = ends.source.end
         tag = tag_of(ends.connection, MAX_SLOTS, 0)
-        end.start(end.endpoint.tag_send, end.ucx.array(bytearray(message)), tag)
+        end.start_send(end.ucx.array(bytearray(message)), tag)
         with pytest.raises(PipeBroken, match="ucx: expected"):
             ends.until(ends.sink.heard)
 
@@ -329,8 +332,8 @@ class Busy:
         self.armed = bool(self._worker.arm()) and self.times < 0
         return self.armed
 
-    def cancel_inflight_requests(self) -> int:
-        return int(self._worker.cancel_inflight_requests())
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
 
 
 def busy(lane: UcxLane, times: int) -> Busy:
@@ -408,6 +411,101 @@ def test_between_gpus_a_payload_that_was_announced_is_looked_for_and_not_for_eve
         assert ends.until(ends.sink.poll) == [1]
 
 
+# ------------------------------------------------------------------ ends that were closed
+
+
+def num_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@needs_ucxx
+@pytest.mark.parametrize("first", ["source", "sink"])
+@pytest.mark.parametrize("num_turns", [0, 1, 5])
+def test_large_sends_on_their_way_leave_nothing_when_they_are_closed(
+    first: str, num_turns: int
+) -> None:
+    with two_ends() as ends:
+        assert told_after(ends, ends.source) == b"first"  # these two have all their descriptors
+        before = num_fds()
+        for _ in range(4):
+            sink = ends.sink_pipe.open_sink(SLOTS)
+            source = ends.source_pipe.open_source(sink.address, SLOTS)
+            sink.connected(source.address)
+            for slot in range(SLOTS.num_slots):
+                source.send(slot, 0, SLOTS.slot_nbytes)
+            for _ in range(num_turns):
+                ends.source_pipe.progress()
+                ends.sink_pipe.progress()
+            for lane in (source, sink) if first == "source" else (sink, source):
+                lane.close()
+            ends.until(lambda: ends.source_pipe.is_idle and ends.sink_pipe.is_idle)
+            del lane, sink, source
+            assert num_fds() == before
+
+
+@needs_ucxx
+def test_a_closed_sink_gets_nothing_more_and_waits_for_its_source() -> None:
+    with two_ends() as ends:
+        assert told_after(ends, ends.source) == b"first"
+        ends.sink.close()
+        assert ends.source.tell(b"second")
+        for _ in range(20):
+            ends.source_pipe.progress()
+            ends.sink_pipe.progress()
+        assert not ends.sink_pipe.is_idle
+        assert ends.sink.poll() == ()
+        assert ends.sink.heard() == ()
+        ends.source.close()
+        ends.until(lambda: ends.source_pipe.is_idle and ends.sink_pipe.is_idle)
+
+
+def holds_a_message(lane: UcxLane) -> bool:
+    """That no receive was posted for."""
+    library = lane.end.ucx._library
+    tags = (library.UCXXTag(0), library.UCXXTagMask(0))
+    return bool(lane.end.worker.tag_probe(*tags).matched)
+
+
+@needs_ucxx
+@pytest.mark.parametrize("nbytes", [100, SLOTS.slot_nbytes, SLOTS.slot_nbytes + 1])
+def test_a_payload_for_a_sink_that_was_never_connected_ends_with_it(nbytes: int) -> None:
+    """What ``ucxx`` would wait for without an end; more than there is room for is dropped."""
+    with two_ends() as ends:
+        sink = ends.sink_pipe.open_sink(SLOTS)
+        source = ends.source_pipe.open_source(sink.address, Slots(1, nbytes))
+        source.send(0, 0, nbytes)
+        ends.until(lambda: holds_a_message(sink))
+        begin_s = time.monotonic()
+        sink.close()
+        ends.until(lambda: ends.sink_pipe.is_idle)
+        source.close()
+        ends.until(lambda: ends.source_pipe.is_idle)
+        assert time.monotonic() - begin_s < 2.0
+
+
+@needs_ucxx
+def test_what_outlives_its_pipe_goes_to_another_one() -> None:
+    wakes: list[bool] = []
+    with two_ends(lambda: wakes.append(True)) as ends:
+        assert told_after(ends, ends.source) == b"first"
+        before = num_fds()
+        trial = ucx_pipe(CPU, lambda: None)
+        sink = trial.open_sink(SLOTS)
+        source = ends.source_pipe.open_source(sink.address, SLOTS)
+        sink.connected(source.address)
+        source.send(0, 0, SLOTS.slot_nbytes)
+        wakes.clear()
+        begin_s = time.monotonic()
+        trial.close()
+        assert time.monotonic() - begin_s < ucx_pipe_module.CLOSE_S  # nobody waits for it
+        assert wakes
+        assert not ends.sink_pipe.is_idle
+        source.close()
+        ends.until(lambda: ends.source_pipe.is_idle and ends.sink_pipe.is_idle)
+        del sink, source, trial
+        assert num_fds() == before
+
+
 class Endless:
     """An operation that does not end, whatever is done."""
 
@@ -418,15 +516,44 @@ class Endless:
 
 
 @needs_ucxx
-def test_staging_of_an_operation_without_an_end_is_kept() -> None:
+def test_staging_of_an_operation_without_an_end_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ucx_pipe_module, "KEPT_S", 0.2)
     with two_ends() as ends:
-        ends.sink.end._under_way[Endless()] = None
-        staging = ends.sink.end.parts[0]
-        ends.sink.close()
-        assert ends.sink_pipe.quarantined_nbytes == SLOTS.nbytes
-        assert ends.sink_pipe._quarantined[0].parts[0] is staging
-        ends.source.close()
+        sink = ends.sink_pipe.open_sink(SLOTS)
+        source = ends.source_pipe.open_source(sink.address, SLOTS)
+        sink.connected(source.address)
+        endless, staging = Endless(), weakref.ref(source.end.parts[0])
+        source.end._sending[endless] = None
+        source.close()
+        sink.close()
         assert ends.source_pipe.quarantined_nbytes == 0
+        ends.until(lambda: ends.source_pipe.quarantined_nbytes)
+        assert ends.source_pipe.quarantined_nbytes == SLOTS.nbytes
+        ends.until(lambda: caplog.messages)
+        for _ in range(5):
+            time.sleep(ucx_pipe_module.SLOW_LOOK_S)
+            ends.source_pipe.progress()
+        assert len([each for each in caplog.messages if "staging are kept" in each]) == 2
+        endless.completed = True
+        ends.until(lambda: ends.source_pipe.is_idle and ends.sink_pipe.is_idle)
+        assert ends.source_pipe.quarantined_nbytes == ends.sink_pipe.quarantined_nbytes == 0
+        del source, sink
+        assert staging() is None
+
+
+@needs_ucxx
+def test_the_last_pipe_waits_for_what_is_under_way_and_not_for_ever() -> None:
+    with two_ends() as ends:
+        ends.source.end._sending[Endless()] = None
+        ends.sink_pipe.close()
+        begin_s = time.monotonic()
+        ends.source_pipe.close()
+        assert ucx_pipe_module.CLOSE_S <= time.monotonic() - begin_s < ucx_pipe_module.CLOSE_S + 1
+        num_left = len(ucx_pipe_module._left)
+        ucx_pipe_module._left.clear()
+        assert num_left == 2  # the sink's, too: its source has not gone
 
 
 # ------------------------------------------------------------------ peers that die or stop
@@ -507,10 +634,15 @@ def _closes_beside_a_stopped_peer(channel: Connection) -> None:
     lane.close()
     pipe.close()
     assert time.monotonic() - begin_s < 1.0
-    # A chunk that had begun to arrive when the peer was stopped has no end: it is kept
-    assert pipe.quarantined_nbytes in (0, SLOTS.nbytes)
+    assert ucx_pipe_module._left
     os.kill(pid, signal.SIGCONT)
     channel.send("end")
+    heir = ucx_pipe(CPU, lambda: None)
+    deadline_s = time.monotonic() + 5.0
+    while not heir.is_idle:
+        assert time.monotonic() < deadline_s
+        heir.progress()
+    heir.close()
 
 
 @needs_ucxx
