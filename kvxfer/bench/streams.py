@@ -173,7 +173,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             contenders.start_wire(ZMQ_TCP, requests[0], f" x{number}", zmq_streams=number)
             contenders.join()
         for setting in nixl_settings(torch.device(devices.sink).type):
-            contenders.start_nixl(setting, is_raw=True)
+            contenders.start_nixl(setting)
             contenders.join()
         report.records["trials"] = contenders.choices
         measured.cases(requests, options.rounds, BUDGET_S)

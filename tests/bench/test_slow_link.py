@@ -24,7 +24,7 @@ from kvxfer.bench.slow_link import (
     wire_nbytes,
 )
 from kvxfer.bench.workers import FORK_SERVER, Worker, close_all
-from tests.scripts.link_marks import needs_link
+from tests.bench.link_marks import needs_link
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = Speed(bits_per_s=8e6, delay_s=0.005)  # a microsecond for each byte
