@@ -4,6 +4,7 @@ they took.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -292,6 +293,31 @@ def by_section(text: str) -> Callable[[Report], list[Table]]:
     return tables
 
 
+Tail = tuple[float, float, float, float]
+"""p50, p90, p99 and the maximum; nan where nothing was measured."""
+
+
+def tail_of(values: Iterable[float]) -> Tail:
+    """Without values that are nan."""
+    found = np.array([value for value in values if not math.isnan(value)])
+    if not len(found):
+        return (math.nan,) * 4
+    p50, p90, p99 = np.percentile(found, [50, 90, 99]).tolist()
+    return p50, p90, p99, float(found.max())
+
+
+def number_text(value: float, digits: int = 1) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def tail_columns(name: str, tail: Callable[[Any], Tail], digits: int = 1) -> Columns[Any]:
+    def column(at: int) -> Callable[[Any], str]:
+        return lambda record: number_text(tail(record)[at], digits)
+
+    quantiles = ("p50", "p90", "p99", "max")
+    return {f"{name} {quantile}".strip(): column(at) for at, quantile in enumerate(quantiles)}
+
+
 def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> Table:
     rows = tuple(tuple(column(record) for column in columns.values()) for record in records)
     return Table(title, text, tuple(name.rstrip() for name in columns), rows)
@@ -375,7 +401,9 @@ class Report:
         name = f"{self.name}_{self.date}"
         document = msgspec.json.encode({"facts": self.facts, **self.records, "lost": self.lost})
         text = msgspec.json.format(document, indent=1)
-        (self.out / f"{name}.json").write_bytes(text + b"\n")
+        draft = self.out / f"{name}.new"  # who is cut off leaves a whole file
+        draft.write_bytes(text + b"\n")
+        draft.rename(self.out / f"{name}.json")
         plot = self.plot(self) if is_last else None
         is_drawn = plot is not None and draw(self.out / f"{name}.png", plot, self.conditions())
         picture = f"![{plot.title}]({name}.png)" if plot is not None and is_drawn else ""
