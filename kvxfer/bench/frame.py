@@ -39,7 +39,7 @@ def _layouts(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
+def count(text: str) -> int:
     """Raises ArgumentTypeError."""
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
@@ -49,8 +49,8 @@ def _positive(text: str) -> int:
 CASES = (
     option("--shapes", nargs="+", choices=tuple(SHAPES), help="of the model"),
     option("--layouts", type=_layouts, nargs="+", metavar="HND16->NHD64", help="of both sides"),
-    option("--tokens", type=_positive, nargs="+", help="of a request"),
-    option("--rounds", type=_positive, help="that each contender runs"),
+    option("--tokens", type=count, nargs="+", help="of a request"),
+    option("--rounds", type=count, help="that each contender runs"),
 )
 
 
