@@ -7,8 +7,7 @@ last verdict; "start" until the first Pull left, "place" until the last byte was
 in its place, "verdict" until the source had said that what was read is valid.
 "seen" is from the first call of the step to the look at its result. "idle": the
 engine's thread sleeps until there is something. "busy": it computes in Python
-and looks every 0.1 ms. "both busy": a thread of the source's process does so,
-too. In turns with the loads one contiguous memcpy of as many bytes between the
+and looks every 0.1 ms. In turns with the loads one contiguous memcpy of as many bytes between the
 GPUs, by a third process: the limit. Bytes are checked first, token by token. The
 wire is cuda_ipc, without a GPU shm, or --transport: one of kvxfer's others.
 """
@@ -35,7 +34,7 @@ from kvxfer.bench.transfer_report import case_of, pool_nbytes, requests_of
 from kvxfer.bench.workers import Worker, close_all, method_for
 from kvxfer.connector.verifier import EVERY
 
-_MODES = ("idle", "busy", "both busy")
+_MODES = ("idle", "busy")
 WARM_ROUNDS = 3
 SHORT_TOKENS, MIDDLE_TOKENS, LONG_TOKENS = 128, 8192, 32768
 _SHORT_AIMS_MS = {
@@ -187,16 +186,10 @@ class Pair:
 
     def measure(self, request: Request, mode: str, rounds: int) -> list[LoadCell]:
         """Loads and limits in turns. Raises ContenderLost."""
-        self._set_busy(mode == "both busy")
         loads = {verify: partial(self.load, request, mode, verify) for verify in self.engines}
         limit = {MEMCPY: partial(self._limits.call, core.Timing, "run", MEMCPY, request)}
         taken = core.measure(limit | loads, rounds, warm_rounds=WARM_ROUNDS)
-        self._set_busy(False)
         return [_cell_of(self._devices, request, mode, verify, taken) for verify in loads]
-
-    def _set_busy(self, is_busy: bool) -> None:
-        for engines in self.engines.values():
-            engines[SOURCE].call(object, "set_busy", is_busy)
 
     def close(self) -> None:
         close_all([each for engines in self.engines.values() for each in engines.values()])

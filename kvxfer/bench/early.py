@@ -386,7 +386,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             link=speed.words,
             prompts=f"{options.chunks} chunks of {options.chunk_tokens} tokens",
         )
-        report.facts["round trip of 8 bytes"] = f"{round_trip_ms(link):.2f} ms"
+        report.facts["round trip"] = f"{round_trip_ms(link):.2f} ms"
         report.records = {"cells": [], "lives": []}
         cases = list(product(options.transport, options.head_size))
         session.progress.plan(len(cases))

@@ -53,7 +53,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
         )
         facts = {
             "link": speed.words,
-            "round trip of 8 bytes": f"{round_trip_ms(link):.2f} ms",
+            "round trip": f"{round_trip_ms(link):.2f} ms",
             "congestion control": _CONGESTION_CONTROL.read_text().strip(),
         }
         report = session.report(

@@ -19,11 +19,9 @@ import fcntl
 import os
 import select
 import signal
-import socket
 import statistics
 import struct
 import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,7 +31,7 @@ from multiprocessing.connection import Connection
 
 from kvxfer.bench.core import ContenderLost
 from kvxfer.bench.frame import option
-from kvxfer.bench.sockets import Address, accept, connect, hear, listen, say
+from kvxfer.bench.sockets import Address, connect, listen
 from kvxfer.bench.workers import FORK_SERVER, Worker, close_all
 
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
@@ -43,7 +41,6 @@ _MTU_NBYTES = 1500
 _FRAME_OVERHEAD_NBYTES = 24
 """Preamble, checksum and gap around each Ethernet frame."""
 _NUM_TRIPS = 50
-_MESSAGE = bytes(8)
 _KEPT_FRAMES = 1 << 16
 QUEUE_S = 0.01
 """How much may wait before the link; a switch has about as much for each port."""
@@ -314,48 +311,37 @@ def _check(result: int, call: str) -> None:
         raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
-# ------------------------------------------------------------------ how long a few bytes take
+# ------------------------------------------------------------------ how long a round trip takes
 
 
-class Echo:
-    """Says again whatever it hears, to one peer."""
+class Listener:
+    """Takes connections, which is the kernel's work."""
 
     def __init__(self, host: str) -> None:
         self._listener = listen(host)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
 
     def address(self) -> Address:
         host, port = self._listener.getsockname()
         return host, port
 
-    def _serve(self) -> None:
-        # The peer has closed, or nobody came
-        with contextlib.suppress(OSError), accept(self._listener) as sock:
-            while True:
-                say(sock, hear(sock))
-
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
 
 class RoundTrips:
     def measure(self, address: Address) -> list[float]:
+        """Seconds of connecting: there, and back."""
         taken_s = []
-        with connect(address) as sock:
-            for _ in range(_NUM_TRIPS):
-                started_s = time.perf_counter()
-                say(sock, _MESSAGE)
-                hear(sock)
+        for _ in range(_NUM_TRIPS):
+            started_s = time.perf_counter()
+            with connect(address):
                 taken_s.append(time.perf_counter() - started_s)
         return taken_s
 
 
 def round_trip_ms(link: SlowLink) -> float:
-    """The median of a few bytes, there and back."""
-    source = Worker("echo", link.inside(0, Echo), ADDRESSES[0], method=FORK_SERVER)
+    """The median."""
+    source = Worker("listener", link.inside(0, Listener), ADDRESSES[0], method=FORK_SERVER)
     sink = Worker("round trips", link.inside(1, RoundTrips), method=FORK_SERVER)
     try:
         taken_s: list[float] = sink.call(list, "measure", source.call(tuple, "address"))

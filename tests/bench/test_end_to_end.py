@@ -58,7 +58,7 @@ def test_the_connector_from_offer_to_accepted(tmp_path: Path) -> None:
     )
     found = result(tmp_path, "connector_shm_cpu_*.json")
     assert found["lost"] == {}
-    assert [cell["mode"] for cell in found["cells"]] == ["idle", "busy", "both busy"]
+    assert [cell["mode"] for cell in found["cells"]] == ["idle", "busy"]
     for cell in found["cells"]:
         assert cell["transports"] == ["shm"]
         assert cell["nbytes"] == 64 * 4 * 128
