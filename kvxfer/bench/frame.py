@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,14 @@ def count(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
 
 
 CASES = (

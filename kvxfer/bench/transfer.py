@@ -1,5 +1,5 @@
 """How fast scattered KV moves between two processes of one host, in host memory
-or between two GPUs (--device cuda; or on one), beside others that move the same
+or between two GPUs (or on one), beside others that move the same
 blocks. Bytes are checked before anything is timed, token by token and not by the
 code under test; who copies wrong bytes is out, and the run ends with 1.
 Contenders take turns, each after the caches were cleared. Times are the wall
@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 from kvxfer.bench import core
 from kvxfer.bench.contenders import Contenders, start_all
 from kvxfer.bench.frame import Benchmark, Session, cases, option
@@ -32,7 +34,6 @@ from kvxfer.bench.wires import ZMQ_TCP
 from kvxfer.bench.workers import method_for
 
 WIRES = ("shm", "zmq", ZMQ_TCP, "ucx", "nixl")
-GPU_WIRES = ("cuda_ipc", *WIRES[1:])
 HOST_AIMS = {"kvxfer shm": 1.4, "kvxfer zmq": 0.6, "kvxfer ucx": 0.45, "kvxfer nixl": 0.8}
 """The least ratio to the socket that we want on one host, for 2048 blocks of 32 KiB."""
 _AIM_PIECES = 2048
@@ -73,7 +74,11 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
 
 def run(session: Session, options: argparse.Namespace) -> int:
     """How fast; 1 if anybody copied wrong bytes."""
-    device = options.device
+    usual = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return max(_run_on(device, session, options) for device in options.device or usual)
+
+
+def _run_on(device: str, session: Session, options: argparse.Namespace) -> int:
     requests, settings = requests_of(options), settings_of(options)
     wires = options.transport or (WIRES if device == "cpu" else ("cuda_ipc",))
     devices = devices_for(device)
@@ -100,7 +105,12 @@ def run(session: Session, options: argparse.Namespace) -> int:
 
 BENCHMARK = Benchmark(
     (
-        option("--device", "cpu", choices=("cpu", "cuda"), help="where KV lies (default cpu)"),
+        option(
+            "--device",
+            nargs="+",
+            choices=("cpu", "cuda"),
+            help="where KV lies (default: both, where there is a GPU)",
+        ),
         option(
             "--transport",
             nargs="+",
@@ -117,5 +127,5 @@ BENCHMARK = Benchmark(
         GPU_OPTIONS[1],
     ),
     run,
-    gpu_missing,
+    lambda options: gpu_missing(options) if "cuda" in (options.device or ()) else "",
 )
