@@ -109,7 +109,7 @@ BENCHMARK = Benchmark(
             "--device",
             nargs="+",
             choices=("cpu", "cuda"),
-            help="where KV lies (default: both, where there is a GPU)",
+            help="default: what there is",
         ),
         option(
             "--transport",
