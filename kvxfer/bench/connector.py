@@ -187,8 +187,9 @@ class Pair:
     def measure(self, request: Request, mode: str, rounds: int) -> list[LoadCell]:
         """Loads and limits in turns. Raises ContenderLost."""
         loads = {verify: partial(self.load, request, mode, verify) for verify in self.engines}
-        limit = {MEMCPY: partial(self._limits.call, core.Timing, "run", MEMCPY, request)}
-        taken = core.measure(limit | loads, rounds, warm_rounds=WARM_ROUNDS)
+        limit = partial(self._limits.call, core.Timing, "run", MEMCPY, request)
+        runs: dict[str, core.Run] = {MEMCPY: limit, **loads}
+        taken = core.measure(runs, rounds, warm_rounds=WARM_ROUNDS)
         return [_cell_of(self._devices, request, mode, verify, taken) for verify in loads]
 
     def close(self) -> None:
@@ -207,14 +208,17 @@ def _cell_of(
     costs = [load.total_s / off.total_s - 1 for load, off in zip(loads, plain, strict=False)]
     way = mode if verify == "off" else f"{mode}, {verify} verified"
     cell = core.cell_of(case_of(request), way, loads, taken[MEMCPY])
-    names = ("start_s", "place_s", "verdict_s", "seen_s")
-    names += ("scheduler_cpu_s", "worker_cpu_s", "io_cpu_s", "other_cpu_s")
+    parts = ("start_s", "place_s", "verdict_s", "seen_s")
+    cpu = ("scheduler_cpu_s", "worker_cpu_s", "io_cpu_s", "other_cpu_s")
     return LoadCell(
         **{**asdict(cell), "aim": aim_of(devices, mode, cell)},
         verify=verify,
         mode=mode,
         transports=loads[0].transports,
-        ms={name: statistics.median(getattr(load, name) for load in loads) * 1e3 for name in names},
+        ms={
+            name: statistics.median(getattr(load, name) for load in loads) * 1e3
+            for name in (*parts, *cpu)
+        },
         memcpy_ms=statistics.median(limit.total_s for limit in taken[MEMCPY]) * 1e3,
         cost=statistics.median(costs) if costs else None,
     )

@@ -365,7 +365,7 @@ def run_rewrites(bench: Bench) -> None:
             if not torch.equal(pool, want):
                 raise SystemExit(f"bench kernels: {name}: wrong bytes")
         nbytes = PLANES * num_blocks * pools[0][0].nbytes
-        works = {"memcpy": bench.memcpy(nbytes), "kernel": kernel}
+        works: dict[str, core.Work] = {"memcpy": bench.memcpy(nbytes), "kernel": kernel}
         title = f"{name}, {num_blocks * local.block_tokens} tokens"
         bench.compare("rewrite", title, nbytes, works, {"kernel": REWRITE_AIM})
 
@@ -386,7 +386,8 @@ def run_zeroing(bench: Bench) -> None:
         if any(pool[ids].any() or not (pool[is_other] == POISON).all() for pool in pools):
             raise SystemExit(f"bench kernels: zero, {name}: wrong bytes")
         nbytes = PLANES * num_blocks * block_nbytes
-        works = {"torch zero_": pools.view(-1)[:nbytes].zero_, "kernel": kernel}
+        zero = pools.view(-1)[:nbytes].zero_
+        works: dict[str, core.Work] = {"torch zero_": zero, "kernel": kernel}
         bench.compare("zero", name, nbytes, works, {"kernel": ZERO_AIM})
 
 
