@@ -49,7 +49,7 @@ BUDGET_S = 6.0
 """Of one contender in one case, after its least rounds."""
 TEXT = (
     "Wall time from the request to the last byte in place; ratios are to as many plain sockets, of "
-    "NIXL to one, each quantile to the same one."
+    "NIXL to one, in the same round."
 )
 
 
