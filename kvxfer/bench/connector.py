@@ -1,14 +1,15 @@
-"""A request's KV from offer to accepted through the whole connector, warm: two engines without a
-model, one process and one GPU each, scheduler side and worker side as an engine drives them.
+"""A request's KV from offer to accepted through the whole connector, warm: two
+engines without a model, one process and one GPU each, scheduler side and worker
+side as an engine drives them.
 
-Times are the load report's own moments: "total" from the order (start_load_kv) to the last verdict,
-"start" until the first Pull left, "place" until the last byte was in its place, "verdict" until the
-source had said that what was read is valid. "seen" is from the first call of the step to the look
-at its result. "idle": the engine's thread sleeps until there is something. "busy": it computes in
-Python and looks every 0.1 ms. "both busy": a thread of the source's process does so, too.
-In turns with the loads one contiguous memcpy of as many bytes between the GPUs, by a third process:
-the limit. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU shm, or
---transport: one of kvxfer's others.
+Times are the load report's own moments: from the order (start_load_kv) to the
+last verdict; "start" until the first Pull left, "place" until the last byte was
+in its place, "verdict" until the source had said that what was read is valid.
+"seen" is from the first call of the step to the look at its result. "idle": the
+engine's thread sleeps until there is something. "busy": it computes in Python
+and looks every 0.1 ms. In turns with the loads one contiguous memcpy of as many bytes between the
+GPUs, by a third process: the limit. Bytes are checked first, token by token. The
+wire is cuda_ipc, without a GPU shm, or --transport: one of kvxfer's others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -26,16 +27,15 @@ from kvxfer.bench.contenders import check_bytes
 from kvxfer.bench.engines import BenchEngine, LoadTiming, start_engines
 from kvxfer.bench.frame import Benchmark, Session, cases, option
 from kvxfer.bench.members import GPU_OPTIONS, SINK, SOURCE, Devices, devices_for
-from kvxfer.bench.plain_ways import MEMCPY, PlainWays
+from kvxfer.bench.plain_ways import MEMCPY, PlainCopy
 from kvxfer.bench.plots import Plot, line, plot_of
 from kvxfer.bench.pools import LLAMA_8B, TINY, Request
-from kvxfer.bench.transfer_report import pool_nbytes, requests_of
+from kvxfer.bench.transfer_report import case_of, pool_nbytes, requests_of
 from kvxfer.bench.workers import Worker, close_all, method_for
 from kvxfer.connector.verifier import EVERY
 
-_MODES = ("idle", "busy", "both busy")
+_MODES = ("idle", "busy")
 WARM_ROUNDS = 3
-_LOAD = "load"
 SHORT_TOKENS, MIDDLE_TOKENS, LONG_TOKENS = 128, 8192, 32768
 _SHORT_AIMS_MS = {
     ("cuda_ipc", "idle"): 0.3,
@@ -44,83 +44,76 @@ _SHORT_AIMS_MS = {
     ("zmq", "idle"): 2.0,
 }
 """By wire and mode; of zmq in host memory, of the others between GPUs."""
-_LONG_AIM = 1.15
-"""Times memcpy, of cuda_ipc."""
+_LONG_AIM = 0.87
+"""Of memcpy, of cuda_ipc."""
 _MIDDLE_AIM_GBPS = 250.0
 """Of ucx between GPUs, where an 8B model has 1 GiB."""
 
 
-def aim_of(
-    devices: Devices, num_tokens: int, mode: str, *, total_ms: float, ratio: float, gbps: float
-) -> str:
+def aim_of(devices: Devices, mode: str, cell: core.Cell) -> str:
     """What we want of a wire there, and whether it was met."""
     if (devices.wire == "zmq") != (devices.where == "cpu"):
         return ""
     most_ms = _SHORT_AIMS_MS.get((devices.wire, mode))
-    if num_tokens == SHORT_TOKENS and most_ms is not None:
-        return core.goal_text(-total_ms, -most_ms, f"{most_ms} ms")
-    if num_tokens == MIDDLE_TOKENS and (devices.wire, mode) == ("ucx", "idle"):
-        return core.goal_text(gbps, _MIDDLE_AIM_GBPS, "{:g} GB/s")
-    if num_tokens == LONG_TOKENS and (devices.wire, mode) == ("cuda_ipc", "idle"):
-        return core.goal_text(-ratio, -_LONG_AIM, f"{_LONG_AIM} x memcpy")
+    match cell.num_tokens, devices.wire, mode:
+        case (num_tokens, _, _) if num_tokens == SHORT_TOKENS and most_ms is not None:
+            return core.goal_text(-cell.p50_ms, -most_ms, f"{most_ms} ms")
+        case (num_tokens, "ucx", "idle") if num_tokens == MIDDLE_TOKENS:
+            return core.goal_text(cell.gbps[1], _MIDDLE_AIM_GBPS, "{:g} GB/s")
+        case (num_tokens, "cuda_ipc", "idle") if num_tokens == LONG_TOKENS:
+            return core.goal_text(cell.ratio, _LONG_AIM, "{:g} of memcpy")
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One case. ``ms``: medians of a load's times, by the name in LoadTiming. ``ratio``: total to
-    memcpy. ``cost``: of its being verified, to the same load that is not.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCell(core.Cell):
+    """Loads of one case. ``ms``: medians of their times, by the name in LoadTiming. ``cost``: of
+    being verified, to the same load that is not.
     """
 
-    layouts: str
-    num_tokens: int
     verify: str
     mode: str
-    nbytes: int
     transports: tuple[str, ...]
-    speed: core.Speed
     ms: Mapping[str, float]
     memcpy_ms: float
-    ratio: float
     cost: float | None
-    aim: str
 
 
-def _median(name: str) -> Callable[[Cell], str]:
+def _median(name: str) -> Callable[[LoadCell], str]:
     return lambda cell: f"{cell.ms[name]:.3f}"
 
 
-CASE: core.Columns[Cell] = {
+CASE: core.Columns[LoadCell] = {
     "layouts": lambda cell: cell.layouts,
     "tokens": lambda cell: str(cell.num_tokens),
 }
-TIMES: core.Columns[Cell] = {
+TIMES: core.Columns[LoadCell] = {
     **CASE,
     "mode": lambda cell: cell.mode,
     "verify": lambda cell: cell.verify,
-    "MB": lambda cell: f"{cell.nbytes / 1e6:.1f}",
-    **core.of_ms(),
+    **{name: core.CELL[name] for name in ("MB", "p20 ms", "p50 ms", "p80 ms")},
     "start": _median("start_s"),
     "place": _median("place_s"),
     "verdict": _median("verdict_s"),
     "seen": _median("seen_s"),
     "memcpy ms": lambda cell: f"{cell.memcpy_ms:.3f}",
-    "ratio": lambda cell: f"{cell.ratio:.2f}",
-    "GB/s": lambda cell: f"{cell.speed.gbps[1]:.1f}",
+    "ratio": core.CELL["ratio"],
+    "GB/s": core.CELL["GB/s"],
     "cost": lambda cell: "" if cell.cost is None else f"{cell.cost:+.1%}",
-    "aim": lambda cell: cell.aim,
+    "aim": core.CELL["aim"],
 }
-CPU: core.Columns[Cell] = {
+CPU: core.Columns[LoadCell] = {
     **CASE,
     "scheduler's calls": _median("scheduler_cpu_s"),
     "worker's calls": _median("worker_cpu_s"),
     "IO thread": _median("io_cpu_s"),
     "others": _median("other_cpu_s"),
 }
+SHOWN = ("mode", "verify", "p50 ms", "GB/s", "memcpy ms", "cost")
 _TIMES_TEXT = (
-    "Total is from the order to the last verdict; start, place and verdict are its parts, medians "
-    "each; the ratio is total to memcpy, the cost the median of each verified load to the one of "
-    "the same turn that is not."
+    "From the order to the last verdict; start, place and verdict are its parts, medians each; the "
+    "ratio is of its speed to memcpy, the cost the median of each verified load to the one of the "
+    "same turn that is not."
 )
 _CPU_TEXT = (
     "Engine's thread: in the scheduler's calls, and in the worker's until the result was seen (an "
@@ -130,7 +123,7 @@ _CPU_TEXT = (
 
 def tables(report: core.Report) -> list[core.Table]:
     """Times of all cases, processor time of idle engines."""
-    cells: list[Cell] = report.records.get("cells", [])
+    cells: list[LoadCell] = report.records.get("cells", [])
     idle = [cell for cell in cells if cell.mode == "idle"]
     title = "processor time of a request at the sink, ms"
     return [core.table("times", _TIMES_TEXT, TIMES, cells), core.table(title, _CPU_TEXT, CPU, idle)]
@@ -138,23 +131,18 @@ def tables(report: core.Report) -> list[core.Table]:
 
 def plot(report: core.Report) -> Plot | None:
     """ms by bytes, and the limits of the first layouts."""
-    cells: list[Cell] = report.records.get("cells", [])
-    names = list(dict.fromkeys(_name(cell) for cell in cells))
-    of_name = {name: [cell for cell in cells if _name(cell) == name] for name in names}
-    first = of_name[names[0]] if names else []
+    of_name: dict[str, list[LoadCell]] = {}
+    for cell in report.records.get("cells", []):
+        of_name.setdefault(f"{cell.layouts}, {cell.way}", []).append(cell)
+    first = next(iter(of_name.values()), [])
     lines = [
         line(MEMCPY, first, lambda cell: (cell.nbytes, cell.memcpy_ms), is_limit=True),
         *(
-            line(name, chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
-            for name, chosen in of_name.items()
+            line(name, cells, lambda cell: (cell.nbytes, cell.p50_ms))
+            for name, cells in of_name.items()
         ),
     ]
     return plot_of(report.title, "bytes of the request", "ms", lines)
-
-
-def _name(cell: Cell) -> str:
-    verified = "" if cell.verify == "off" else f", {cell.verify} verified"
-    return f"{cell.layouts}, {cell.mode}{verified}"
 
 
 # ------------------------------------------------------------------ the engines and their limits
@@ -196,23 +184,13 @@ class Pair:
         except core.WrongBytes as exc:
             raise SystemExit(f"bench connector: {exc}; nothing was timed") from exc
 
-    def measure(self, request: Request, mode: str, rounds: int) -> list[Cell]:
+    def measure(self, request: Request, mode: str, rounds: int) -> list[LoadCell]:
         """Loads and limits in turns. Raises ContenderLost."""
-        self._set_busy(mode == "both busy")
-        runs: dict[str, core.Run] = {
-            MEMCPY: partial(self._limits.call, core.Timing, "run", MEMCPY, request),
-            **{
-                f"{_LOAD} {verify}": partial(self.load, request, mode, verify)
-                for verify in self.engines
-            },
-        }
+        loads = {verify: partial(self.load, request, mode, verify) for verify in self.engines}
+        limit = partial(self._limits.call, core.Timing, "run", MEMCPY, request)
+        runs: dict[str, core.Run] = {MEMCPY: limit, **loads}
         taken = core.measure(runs, rounds, warm_rounds=WARM_ROUNDS)
-        self._set_busy(False)
-        return [_cell_of(self._devices, request, mode, verify, taken) for verify in self.engines]
-
-    def _set_busy(self, is_busy: bool) -> None:
-        for engines in self.engines.values():
-            engines[SOURCE].call(object, "set_busy", is_busy)
+        return [_cell_of(self._devices, request, mode, verify, taken) for verify in loads]
 
     def close(self) -> None:
         close_all([each for engines in self.engines.values() for each in engines.values()])
@@ -224,35 +202,26 @@ def _cell_of(
     mode: str,
     verify: str,
     taken: Mapping[str, Sequence[core.Timing]],
-) -> Cell:
-    loads = [each for each in taken[f"{_LOAD} {verify}"] if isinstance(each, LoadTiming)]
-    plain = taken.get(f"{_LOAD} off", ()) if verify != "off" else ()
+) -> LoadCell:
+    loads = [each for each in taken[verify] if isinstance(each, LoadTiming)]
+    plain = taken.get("off", ()) if verify != "off" else ()
     costs = [load.total_s / off.total_s - 1 for load, off in zip(loads, plain, strict=False)]
-    speed, limit = (core.speed_of(request.nbytes, timings) for timings in (loads, taken[MEMCPY]))
-    total_ms, memcpy_ms = speed.ms[1], limit.ms[1]
-    ratio, gbps = total_ms / memcpy_ms, speed.gbps[1]
+    way = mode if verify == "off" else f"{mode}, {verify} verified"
+    cell = core.cell_of(case_of(request), way, loads, taken[MEMCPY])
     parts = ("start_s", "place_s", "verdict_s", "seen_s")
     cpu = ("scheduler_cpu_s", "worker_cpu_s", "io_cpu_s", "other_cpu_s")
-    return Cell(
-        layouts=request.layouts,
-        num_tokens=request.num_tokens,
+    return LoadCell(
+        **{**asdict(cell), "aim": aim_of(devices, mode, cell)},
         verify=verify,
         mode=mode,
-        nbytes=request.nbytes,
         transports=loads[0].transports,
-        speed=speed,
         ms={
             name: statistics.median(getattr(load, name) for load in loads) * 1e3
             for name in (*parts, *cpu)
         },
-        memcpy_ms=memcpy_ms,
-        ratio=ratio,
+        memcpy_ms=statistics.median(limit.total_s for limit in taken[MEMCPY]) * 1e3,
         cost=statistics.median(costs) if costs else None,
-        aim=aim_of(devices, request.num_tokens, mode, total_ms=total_ms, ratio=ratio, gbps=gbps),
     )
-
-
-SHOWN = ("mode", "verify", "p50 ms", "GB/s", "memcpy ms", "cost")
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
@@ -275,7 +244,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     everything = requests_of(options)
     session.progress.plan(len(everything))
     limits = Worker(
-        *("limits", PlainWays, devices, pool_nbytes(everything)), method=method_for(devices.sink)
+        *(MEMCPY, PlainCopy, devices, pool_nbytes(everything)), method=method_for(devices.sink)
     )
     try:
         for layouts in options.layouts:

@@ -10,10 +10,10 @@ from importlib.util import find_spec
 
 from kvxfer.bench.core import ContenderLost, Timing, WrongBytes, measure, tell_lost
 from kvxfer.bench.members import SIDES, SINK, SOURCE, Devices
-from kvxfer.bench.nixl_ways import HOST_SETTINGS, Card, NixlMember, Setting
-from kvxfer.bench.plain_ways import BATCH, LIMITS, MEMCPY, PlainWays
+from kvxfer.bench.nixl_ways import HOST_SETTINGS, SETTINGS, Card, NixlMember, Setting
+from kvxfer.bench.plain_ways import MEMCPY, PlainCopy
 from kvxfer.bench.pools import Request
-from kvxfer.bench.sockets import SOCKETS, UNIX_SOCKETS, SocketSink, SocketSource
+from kvxfer.bench.sockets import SOCKETS, SocketSink, SocketSource
 from kvxfer.bench.wires import Giving, Taking, wire_config
 from kvxfer.bench.workers import SPAWN, Worker, close_all
 from kvxfer.config import Config
@@ -42,28 +42,20 @@ def is_installed(wire: str) -> bool:
 class Way:
     """One way of moving a request: who begins it, and where both sides are.
 
-    ``needs_equal``: it moves blocks as they are, and no request that asks for more; ``is_raw``: it
-    moves them as they are whatever is asked. ``is_limit``: what it moves is not the request.
-    ``is_restless``: its processes take processor time even when idle, so they are stopped between
-    its turns. ``is_over``: its processes have ended in order. ``why``: it is out, and why.
+    ``is_raw``: it moves blocks as they are whatever is asked. ``is_limit``: what it moves is not
+    the request. ``is_restless``: its processes take processor time even when idle, so they are
+    stopped between its turns. ``why``: it is out, and why.
     """
 
     name: str
     source: Worker
     sink: Worker
     begins: str = SINK
-    needs_equal: bool = False
     is_limit: bool = False
     is_raw: bool = False
     is_restless: bool = False
-    is_over: bool = False
     why: str | None = None
     has_wrong_bytes: bool = False
-
-    def can(self, request: Request) -> bool:
-        """Whether it is there, and moves such a request."""
-        is_there = self.why is None and not self.is_over
-        return is_there and (request.is_equal or not self.needs_equal)
 
     def run(self, request: Request) -> Timing:
         """Once. Raises ContenderLost."""
@@ -126,8 +118,7 @@ class Contenders:
 
     ``settings``: of the wire, beside its name. ``hosts``: of the source and of the sink;
     ``inside``: has a side's process made where that side is. ``absent``: what was not even
-    started, and why. ``choices``: what a trial of each wire has said; ``takings``: the process
-    of each wire's sink, and the source that it reads from.
+    started, and why. ``choices``: what a trial of each wire has said.
     """
 
     devices: Devices
@@ -141,7 +132,6 @@ class Contenders:
     workers: list[Worker] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
-    takings: dict[str, tuple[Worker, RankManifest]] = field(default_factory=dict)
     _joins: list[tuple[Sequence[Way], Callable[[], object]]] = field(default_factory=list)
 
     def worker(
@@ -181,28 +171,22 @@ class Contenders:
                     way.lose(exc)
         self._joins.clear()
 
-    def start_plain(self, names: Sequence[str]) -> None:
-        """What one process that sees both sides can do."""
+    def start_copy(self) -> None:
+        """One contiguous copy of as many bytes."""
         given = (self.devices, self.nbytes)
-        plain = self.worker("plain ways", PlainWays, *given, environment=self.environment)
-        ways = [
-            Way(name, plain, plain, is_limit=name in LIMITS, needs_equal=name == BATCH)
-            for name in names
-        ]
-        self.add(ways, plain.ready)
+        plain = self.worker(MEMCPY, PlainCopy, *given, environment=self.environment)
+        self.add([Way(MEMCPY, plain, plain, is_limit=True)], plain.ready)
 
-    def start_sockets(self, *, is_one_host: bool) -> None:
-        """Plain sockets; on one host Unix sockets, too."""
+    def start_sockets(self) -> None:
         given = (self.devices, self.nbytes)
-        arguments = (given, (*given, self.hosts[1], is_one_host))
+        arguments = (given, (*given, self.hosts[1]))
         source, sink = self.pair(SOCKETS, (SocketSource, SocketSink), arguments)
 
         def join() -> None:
-            source.call(object, "connect", sink.call(list, "addresses"))
+            source.call(object, "connect", [sink.call(tuple, "address")])
             sink.call(object, "accept")
 
-        names = (SOCKETS, UNIX_SOCKETS) if is_one_host else (SOCKETS,)
-        self.add([Way(name, source, sink, is_raw=True) for name in names], join)
+        self.add([Way(SOCKETS, source, sink, is_raw=True)], join)
 
     def configs(self, wire: str, **more: object) -> tuple[Config, Config]:
         """What a wire is told, of each side. ``more``: settings, beside those of all wires."""
@@ -210,11 +194,9 @@ class Contenders:
         source, sink = (wire_config(wire, host=host, **settings) for host in self.hosts)
         return source, sink
 
-    def start_wire(
-        self, wire: str, request: Request | None = None, mark: str = "", **more: object
-    ) -> None:
-        """One of kvxfer's. ``request``: a trial is made for such, and the sink asks for each; None:
-        it reads by itself. ``mark``: behind its name, where it is there with several settings.
+    def start_wire(self, wire: str, request: Request, mark: str = "", **more: object) -> None:
+        """One of kvxfer's; a trial is made for such requests. ``mark``: behind its name, where it
+        is there with several settings.
         """
         name = kvxfer(wire) + mark
         if not is_installed(wire):
@@ -226,35 +208,24 @@ class Contenders:
 
         def join() -> None:
             manifest = giving.call(RankManifest, "manifest")
-            if request is None:
-                taking.call(object, "attach", manifest)
-            else:
-                told = (manifest, giving.call(tuple, "address"), request)
-                self.choices[name] = taking.call(str, "meet", *told)
-            self.takings[wire] = (taking, manifest)
+            address = None if wire == "cuda_ipc" else giving.call(tuple, "address")
+            self.choices[name] = taking.call(str, "meet", manifest, address, request)
 
         self.add([Way(name, giving, taking)], join)
 
-    def start_nixl(self, setting: Setting, *, is_raw: bool) -> None:
+    def start_nixl(self, setting: Setting) -> None:
         """NIXL's own transfer, which moves blocks as they are."""
         if not is_installed("nixl"):
             self.absent[setting.name] = "nixl is not installed"
             return
-        source, sink = self.pair(
-            setting.name,
-            (NixlMember, NixlMember),
-            (
-                (SOURCE, setting, self.devices, self.nbytes),
-                (SINK, setting, self.devices, self.nbytes),
-            ),
-            setting.environment,
-        )
-        is_restless = is_raw and setting.has_progress_thread
+        given = (setting, self.devices, self.nbytes)
+        arguments = ((SOURCE, *given), (SINK, *given))
+        makes = (NixlMember, NixlMember)
+        source, sink = self.pair(setting.name, makes, arguments, setting.environment)
         way = Way(
             *(setting.name, source, sink, setting.initiator),
-            needs_equal=not is_raw,
-            is_raw=is_raw,
-            is_restless=is_restless,
+            is_raw=True,
+            is_restless=setting.has_progress_thread and self.devices.sink == "cpu",
         )
 
         def join() -> None:
@@ -266,31 +237,19 @@ class Contenders:
         self.add([way], join)
 
     def measure(self, request: Request, rounds: int, budget_s: float) -> dict[str, list[Timing]]:
-        """Check everybody who can move it, then take turns; who moves wrong bytes is out."""
-        for way in [way for way in self.ways if way.can(request)]:
+        """Check everybody, then take turns; who moves wrong bytes is out."""
+        for way in [way for way in self.ways if way.why is None]:
             try:
                 way.check(request)
             except ContenderLost as exc:
                 way.lose(exc)
-        ways = [way for way in self.ways if way.can(request)]
-        runs = {way.name: partial(way.run, request) for way in ways}
+        ways = {way.name: way for way in self.ways if way.why is None}
+        runs = {name: partial(way.run, request) for name, way in ways.items()}
 
         def lose(name: str, why: ContenderLost) -> None:
-            next(way for way in ways if way.name == name).lose(why)
+            ways[name].lose(why)
 
         return measure(runs, rounds, budget_s=budget_s, lose=lose)
-
-    def retire(self) -> None:
-        """End the processes of those that move blocks as they are, and nothing else: even idle ones
-        take processor time.
-        """
-        retired: list[Worker] = []
-        for way in self.ways:
-            if way.needs_equal and not way.is_over and way.source is not way.sink:
-                way.is_over = True
-                retired += (way.source, way.sink)
-        close_all(retired)
-        self.workers = [worker for worker in self.workers if worker not in retired]
 
     def lost(self) -> dict[str, str]:
         return self.absent | {way.name: way.why for way in self.ways if way.why is not None}
@@ -304,18 +263,20 @@ class Contenders:
         close_all(self.workers)
 
 
-def start_host(
-    contenders: Contenders, wires: Sequence[str], requests: Sequence[Request], *, is_one_host: bool
+def start_all(
+    contenders: Contenders, wires: Sequence[str], request: Request, *, is_one_host: bool
 ) -> None:
-    """Those of host memory, one after the other, so that not all of them fill memory at once."""
-    contenders.start_sockets(is_one_host=is_one_host)
-    contenders.join()
-    if is_one_host:
-        contenders.start_plain([MEMCPY])
-        contenders.join()
-    for wire in wires:
-        contenders.start_wire(wire, requests[0])
-        contenders.join()
-    for setting in HOST_SETTINGS:
-        contenders.start_nixl(setting, is_raw=True)
+    """Sockets, a plain copy, wires and NIXL, one after the other, so that not all of them fill
+    memory at once. Sockets are of host memory, a plain copy is of one host.
+    """
+    is_on_cpu = contenders.devices.sink == "cpu"
+    starts: list[Callable[[], object]] = [contenders.start_sockets] if is_on_cpu else []
+    starts += [contenders.start_copy] if is_one_host else []
+    starts += [partial(contenders.start_wire, wire, request) for wire in wires]
+    starts += [
+        partial(contenders.start_nixl, setting)
+        for setting in (HOST_SETTINGS if is_on_cpu else SETTINGS)
+    ]
+    for start in starts:
+        start()
         contenders.join()

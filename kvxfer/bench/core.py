@@ -4,11 +4,12 @@ they took.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -122,59 +123,107 @@ def timed_cpu(work: Work) -> Timing:
     return Timing(time.thread_time() - cpu_s)
 
 
+# ------------------------------------------------------------------ cases and their cells
+
 Quantiles = tuple[float, float, float]
+"""p20, p50 and p80."""
 
 
 def quantiles(values: Sequence[float]) -> Quantiles:
-    """p20, p50 and p80."""
     p20, p50, p80 = np.percentile(values, [20, 50, 80]).tolist()
     return p20, p50, p80
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What one contender has made of a number of things (bytes, tokens, blocks): ms of a run and
-    things a second, each at p20, p50 and p80. ``ratio``: the median of each round's ratio of speeds
-    to the limit in that round; None: there is none.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What all contenders do. ``nbytes``: or how many tokens or blocks. ``layouts``,
+    ``num_tokens``: of a request that moves.
     """
 
-    ms: Quantiles
-    per_s: Quantiles
-    ratio: float | None
+    name: str
+    nbytes: int
+    section: str = ""
+    layouts: str = ""
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One way of doing one case. ``gbps``: billions of its bytes a second. ``ratios``: of its speed
+    to the limit's in the same round; None: it has no limit. ``post_ms``, ``cpu_ms``: medians, see
+    :class:`Timing`. ``aim``: what we want of it, and whether it was met.
+    """
+
+    case: str
+    section: str
+    layouts: str
+    num_tokens: int
+    nbytes: int
+    way: str
+    p20_ms: float
+    p50_ms: float
+    p80_ms: float
+    gbps: Quantiles
+    ratios: Quantiles | None
+    post_ms: float
+    cpu_ms: float
     num_rounds: int
+    aim: str = ""
 
     @property
-    def gbps(self) -> Quantiles:
-        """Where the things are bytes; 1e9 a second."""
-        p20, p50, p80 = (speed / 1e9 for speed in self.per_s)
-        return p20, p50, p80
+    def ratio(self) -> float | None:
+        return self.ratios[1] if self.ratios else None
 
 
-_NO_SPEED = Speed((0.0,) * 3, (0.0,) * 3, None, 0)
-
-
-def speed_of(
-    number: float, timings: Sequence[Timing], limits: Sequence[Timing] | None = None
-) -> Speed:
-    """``limits``: of the same rounds, of which the last may be missing."""
+def cell_of(
+    case: Case,
+    way: str,
+    timings: Sequence[Timing],
+    limits: Sequence[Timing] | None = None,
+    aim: float | None = None,
+) -> Cell:
+    """``limits``: of the same rounds, of which the last may be missing. ``aim``: the least ratio
+    that we want.
+    """
     taken_s = [timing.total_s for timing in timings]
-    ratios = [limit.total_s / ours for limit, ours in zip(limits or (), taken_s, strict=False)]
+    pairs = zip(limits or (), taken_s, strict=False)
+    ratios = quantiles([limit.total_s / ours for limit, ours in pairs]) if limits else None
     p20, p50, p80 = quantiles(taken_s)
-    return Speed(
-        ms=(p20 * 1e3, p50 * 1e3, p80 * 1e3),
-        per_s=quantiles([number / each_s for each_s in taken_s]),
-        ratio=float(np.median(ratios)) if ratios else None,
+    return Cell(
+        case=case.name,
+        section=case.section,
+        layouts=case.layouts,
+        num_tokens=case.num_tokens,
+        nbytes=case.nbytes,
+        way=way,
+        p20_ms=p20 * 1e3,
+        p50_ms=p50 * 1e3,
+        p80_ms=p80 * 1e3,
+        gbps=quantiles([case.nbytes / each_s / 1e9 for each_s in taken_s]),
+        ratios=ratios,
+        post_ms=quantiles([timing.post_s * 1e3 for timing in timings])[1],
+        cpu_ms=quantiles([timing.cpu_s * 1e3 for timing in timings])[1],
         num_rounds=len(timings),
+        aim=goal_text(ratios[1] if ratios else None, aim),
     )
 
 
-def speeds(number: float, taken: Mapping[str, Sequence[Timing]]) -> dict[str, Speed]:
-    """Of all contenders of a case; the first is the limit of the others."""
-    limits = next(iter(taken.values()), None)
-    return {name: speed_of(number, timings, limits) for name, timings in taken.items()}
+def cells_of(
+    case: Case,
+    taken: Mapping[str, Sequence[Timing]],
+    limit_of: Callable[[str], str] | None = None,
+    aim_of: Callable[[str], float | None] = lambda way: None,
+) -> Iterator[Cell]:
+    """Of all ways. ``limit_of``: the way whose speed is the limit of another; the first one of all
+    where nothing is said.
+    """
+    first = next(iter(taken), "")
+    for way, timings in taken.items():
+        limits = taken.get(limit_of(way) if limit_of else first)
+        yield cell_of(case, way, timings, limits, aim_of(way))
 
 
-def goal_text(reached: float | None, wanted: float | None, text: str = "{:.2f}") -> str:
+def goal_text(reached: float | None, wanted: float | None, text: str = "{:g}") -> str:
     """Whether a goal was reached; nothing where there is none. ``text``: of the goal."""
     if reached is None or wanted is None:
         return ""
@@ -207,67 +256,71 @@ Columns = Mapping[str, Callable[[R], str]]
 that two columns can have one name."""
 
 
-def of_three(
-    names: tuple[str, str, str], text: str, three: Callable[[Any], Quantiles]
-) -> Columns[Any]:
-    """Columns of a record's quantiles. ``text``: of each, as str.format has it."""
-
-    def column(at: int) -> Callable[[Any], str]:
-        return lambda record: text.format(three(record)[at])
-
-    return {name: column(at) for at, name in enumerate(names)}
+def _ratio(at: int) -> Callable[[Cell], str]:
+    return lambda cell: f"{cell.ratios[at]:.3f}" if cell.ratios else ""
 
 
-def of_ms() -> Columns[Any]:
-    return of_three(("p20 ms", "p50 ms", "p80 ms"), "{:.3f}", lambda record: record.speed.ms)
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One contender in one case of a section, as benchmarks have it that compare works of one
-    process. ``ratio`` of its speed is to the first contender; ``goal``: of that ratio."""
-
-    section: str
-    case: str
-    nbytes: int
-    contender: str = ""
-    speed: Speed = _NO_SPEED
-    goal: float | None = None
-    note: str = ""
-
-
-MEASURED: Columns[Measured] = {
+CELL: Columns[Cell] = {
     "case": lambda cell: cell.case,
-    "contender": lambda cell: cell.contender,
-    **of_ms(),
-    "GB/s": lambda cell: f"{cell.speed.gbps[1]:.4g}",
-    "ratio": lambda cell: f"{cell.speed.ratio or 0.0:.3f}",
-    "goal": lambda cell: goal_text(cell.speed.ratio, cell.goal),
-    "note": lambda cell: cell.note,
+    "way": lambda cell: cell.way,
+    "MB": lambda cell: f"{cell.nbytes / 1e6:.1f}",
+    "p20 ms": lambda cell: f"{cell.p20_ms:.3f}",
+    "p50 ms": lambda cell: f"{cell.p50_ms:.3f}",
+    "p80 ms": lambda cell: f"{cell.p80_ms:.3f}",
+    "GB/s": lambda cell: f"{cell.gbps[1]:.4g}",
+    "ratio p20": _ratio(0),
+    "ratio": _ratio(1),
+    "ratio p80": _ratio(2),
+    "aim": lambda cell: cell.aim,
+    "post ms": lambda cell: f"{cell.post_ms:.3f}",
+    "CPU ms": lambda cell: f"{cell.cpu_ms:.3f}",
+    "rounds": lambda cell: str(cell.num_rounds),
 }
-SHOWN = ("contender", "p50 ms", "GB/s", "ratio")
+SHOWN = ("way", "p50 ms", "GB/s", "ratio")
 
 
 def by_section(text: str) -> Callable[[Report], list[Table]]:
-    """A table of each section, with that text."""
+    """A table of each section, case by case, with that text."""
 
     def tables(report: Report) -> list[Table]:
-        cells: list[Measured] = report.records.get("cells", [])
-        of_section = {
-            cell.section: [c for c in cells if c.section == cell.section] for cell in cells
-        }
-        return [table(name, text, MEASURED, found) for name, found in of_section.items()]
+        cells: list[Cell] = report.records.get("cells", [])
+        sections = dict.fromkeys(cell.section for cell in cells)
+        return [
+            table(section, text, CELL, [cell for cell in cells if cell.section == section])
+            for section in sections
+        ]
 
     return tables
 
 
+Tail = tuple[float, float, float, float]
+"""p50, p90, p99 and the maximum; nan where nothing was measured."""
+
+
+def tail_of(values: Iterable[float]) -> Tail:
+    """Without values that are nan."""
+    found = np.array([value for value in values if not math.isnan(value)])
+    if not len(found):
+        return (math.nan,) * 4
+    p50, p90, p99 = np.percentile(found, [50, 90, 99]).tolist()
+    return p50, p90, p99, float(found.max())
+
+
+def number_text(value: float, digits: int = 1) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def tail_columns(name: str, tail: Callable[[Any], Tail], digits: int = 1) -> Columns[Any]:
+    def column(at: int) -> Callable[[Any], str]:
+        return lambda record: number_text(tail(record)[at], digits)
+
+    quantiles = ("p50", "p90", "p99", "max")
+    return {f"{name} {quantile}".strip(): column(at) for at, quantile in enumerate(quantiles)}
+
+
 def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> Table:
-    header = tuple(name.rstrip() for name in columns)
-    return Table(title, text, header, tuple(_row_of(columns, record) for record in records))
-
-
-def _row_of(columns: Columns[R], record: R) -> tuple[str, ...]:
-    return tuple(text(record) for text in columns.values())
+    rows = tuple(tuple(column(record) for column in columns.values()) for record in records)
+    return Table(title, text, tuple(name.rstrip() for name in columns), rows)
 
 
 def line_of(columns: Columns[R], record: R, shown: Sequence[str]) -> str:
@@ -290,17 +343,9 @@ def _aligned(cells: Sequence[str], shown: Sequence[str]) -> str:
 
 def markdown(title: str, facts: Mapping[str, str], tables: Sequence[Table], plot: str = "") -> str:
     """A whole report; ``facts`` has the command. ``plot``: a line with its picture."""
-    lines = [
-        f"# {title}",
-        "",
-        f"Command: `{facts['command']}`",
-        "",
-        "| what | version |",
-        "|---|---|",
-    ]
-    lines += [f"| {what} | {fact} |" for what, fact in facts.items() if what != "command"]
-    if plot:
-        lines += ["", plot]
+    known = [f"| {what} | {fact} |" for what, fact in facts.items() if what != "command"]
+    lines = [f"# {title}", "", f"Command: `{facts['command']}`", ""]
+    lines += ["| what | version |", "|---|---|", *known, *(["", plot] if plot else [])]
     for each in tables:
         lines += each.lines()
     return "\n".join(lines) + "\n"
@@ -328,10 +373,9 @@ class Report:
     records: dict[str, Any] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     date: str = field(default_factory=lambda: today())
-
     shown: Sequence[str] = ()
 
-    def begin(self, case: str, shown: Sequence[str]) -> None:
+    def begin(self, case: str, shown: Sequence[str] = SHOWN) -> None:
         """Tell somebody who watches what follows, and in which columns."""
         self.shown = shown
         print(f"{case}\n{head_of(shown)}", flush=True)
@@ -342,15 +386,14 @@ class Report:
 
     def compare(
         self,
-        case: Measured,
+        case: Case,
         taken: Mapping[str, Sequence[Timing]],
-        goals: Mapping[str, float] | None = None,
+        aims: Mapping[str, float] | None = None,
     ) -> None:
         """Tell and keep what all contenders took in that case, the limit first."""
-        self.begin(f"{case.section}: {case.case}", SHOWN)
-        for name, speed in speeds(case.nbytes, taken).items():
-            goal = (goals or {}).get(name)
-            self.add(MEASURED, replace(case, contender=name, speed=speed, goal=goal))
+        self.begin(f"{case.section}: {case.name}")
+        for cell in cells_of(case, taken, aim_of=(aims or {}).get):
+            self.add(CELL, cell)
 
     def write(self, *, is_last: bool = False) -> None:
         """All that there is; the plot, which takes a second, at the end."""
@@ -358,34 +401,31 @@ class Report:
         name = f"{self.name}_{self.date}"
         document = msgspec.json.encode({"facts": self.facts, **self.records, "lost": self.lost})
         text = msgspec.json.format(document, indent=1)
-        (self.out / f"{name}.json").write_bytes(text + b"\n")
+        draft = self.out / f"{name}.new"  # who is cut off leaves a whole file
+        draft.write_bytes(text + b"\n")
+        draft.rename(self.out / f"{name}.json")
         plot = self.plot(self) if is_last else None
         is_drawn = plot is not None and draw(self.out / f"{name}.png", plot, self.conditions())
         picture = f"![{plot.title}]({name}.png)" if plot is not None and is_drawn else ""
-        (self.out / f"{name}.md").write_text(self.text(picture))
+        (self.out / f"{name}.md").write_text(self.text(picture), encoding="utf-8")
 
     def conditions(self) -> tuple[str, ...]:
         """What a picture says of its run: where and when, and under which conditions."""
-        places = [self.facts[name] for name in ("GPU", "CPUs", "link") if name in self.facts]
-        torch_version = self.facts.get("torch", "").split()[:1]
-        states = [
-            "median of each case",
-            *(f"torch {version}" for version in torch_version),
-            *(
-                f"load {load} at the start"
-                for load in [self.facts.get("load at the start")]
-                if load
-            ),
-            *([self.facts["note"]] if "note" in self.facts else []),
-        ]
+        known = self.facts
+        places = [known[name] for name in ("GPU", "CPUs", "link") if name in known]
+        states = ["median of each case"]
+        states += [f"torch {version}" for version in known.get("torch", "").split()[:1]]
+        if load := known.get("load at the start"):
+            states.append(f"load {load} at the start")
+        if note := known.get("note"):
+            states.append(note)
         return ", ".join((*places, self.date)), ", ".join(states)
 
     def text(self, picture: str = "") -> str:
         """All tables as Markdown. ``picture``: a line with the plot."""
         lost = Table("not measured", "", ("what", "why"), tuple(self.lost.items()))
-        return markdown(
-            f"{self.title}, {self.date}", self.facts, [*self.tables(self), lost], picture
-        )
+        title = f"{self.title}, {self.date}"
+        return markdown(title, self.facts, [*self.tables(self), lost], picture)
 
 
 def today() -> str:

@@ -18,21 +18,35 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count, pairwise, product
 from pathlib import Path
 from typing import Any
 
-from kvxfer.bench.core import WIRE_PACKAGES, ContenderLost, Report, Table, WrongBytes, table
+from kvxfer.bench.core import (
+    WIRE_PACKAGES,
+    ContenderLost,
+    Report,
+    Table,
+    WrongBytes,
+    table,
+    tell_lost,
+)
 from kvxfer.bench.frame import Benchmark, Session, option
 from kvxfer.bench.plots import Bar, Timeline
-from kvxfer.bench.slow_link import ADDRESSES, LinkUnavailable, SlowLink, Speed, round_trip_ms
+from kvxfer.bench.slow_link import (
+    ADDRESSES,
+    LINK_OPTIONS,
+    SlowLink,
+    round_trip_ms,
+    slow_link,
+    speed_of,
+)
+from kvxfer.bench.wires import wire_config
 from kvxfer.bench.workers import Worker, close_all
-from kvxfer.config import load_config
 from kvxfer.connector.params import early_params, mint_request
 from kvxfer.connector.records import LoadReport
 from kvxfer.engine.config import EngineConfig, Role
@@ -43,8 +57,14 @@ from kvxfer.engine.steps import SchedulerOutput, StepOutput
 WIRES = ("zmq", "tcp", "ucx", "nixl")
 IN_TURN, TOGETHER = "in turn", "together"
 AIM = 1.1
-LAYERS, HEADS = 4, 8
 _VOCAB_SIZE = 512
+MODEL: dict[str, Any] = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
+    **{"vocab_size": _VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512},
+    **{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8},
+    **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 65536},
+    "tie_word_embeddings": False,
+}
 _NEW_TOKENS = 4
 _REST_S = 0.2
 """Between two requests: releases have arrived, and blocks are back."""
@@ -106,9 +126,6 @@ class EngineSide:
             *(done.kv_transfer_params, done.failure, done.loads),
         )
 
-    def free_blocks(self) -> int:
-        return self._engine.info().num_free_blocks
-
     def steps(self) -> list[tuple[float, float, int]]:
         """Since the last call: begin, end and tokens of each step that computed."""
         if not self._steps.exists():
@@ -121,20 +138,27 @@ class EngineSide:
         self._engine.close()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One request through both engines. Moments are seconds since it was sent."""
+    """One request through both engines. Moments are seconds since it was sent: ``steps`` of prefill
+    (begin, end, tokens), ``frames`` on the link (moment, bytes), and of decode's load when it was
+    ordered, had its last byte in its place, and its verdict.
+    """
 
-    how: str
     prefill_s: float
     ttft_s: float
     transfer_s: float
     nbytes: int
     steps: tuple[tuple[float, float, int], ...]
-    spans: tuple[tuple[float, int], ...]
     frames: tuple[tuple[float, int], ...]
-    load: tuple[float, float, float, float]
-    """Ordered, allowed to read, last byte in its place, verdict."""
+    handed_s: float
+    placed_s: float
+    finished_s: float
+
+    @property
+    def data(self) -> list[tuple[float, int]]:
+        """Frames with KV in them."""
+        return [frame for frame in self.frames if frame[1] > _DATA_NBYTES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +197,7 @@ COLUMNS = {
     "decode": lambda c: f"{c.decode_ms:.0f}",
     "cached leave after": lambda c: f"{c.cached_ms:.1f}",
 }
+SHOWN = ("wire", "prefill ms", "transfer ms", "TTFT in turn", "together", "aim", "met")
 TEXT = (
     "Milliseconds, medians. *TTFT*: from sending the request to decode's first token. *prefill*, "
     "*transfer*: of requests in turn, where each has the machine for itself. *aim*: of together, "
@@ -192,18 +217,9 @@ class Pair:
     def __init__(self, link: SlowLink, folder: Path, wire: str, head_size: int, chunk: int) -> None:
         self._link = link
         model = folder / f"model-{head_size}.json"
-        model.write_text(json.dumps(_model(head_size)))
+        model.write_text(json.dumps(MODEL | {"head_dim": head_size}))
         self._sides = []
         for at, role in enumerate((Role.PREFILL, Role.DECODE)):
-            kv = load_config(
-                {
-                    **{"host": ADDRESSES[at], "port": 0, "transport": wire},
-                    **{
-                        "log_level": "ERROR",
-                        "allowed_peers": list(ADDRESSES),
-                    },
-                }
-            ).config
             config = EngineConfig(
                 role=role,
                 engine_id=role.value,
@@ -211,15 +227,19 @@ class Pair:
                 num_blocks=1 + 40 * chunk // 16,
                 max_model_len=16 * chunk,
                 max_num_batched_tokens=chunk,
-                kv=kv,
+                kv=wire_config(
+                    wire, host=ADDRESSES[at], allowed_peers=list(ADDRESSES), log_level="ERROR"
+                ),
             )
             steps = str(folder / f"steps-{wire}-{head_size}-{role.value}")
-            make = link.inside(at, EngineSide)
-            environment = {"UCX_TLS": "tcp", "OMP_NUM_THREADS": "1"}
-            name = f"{role.value} over {wire}"
-            self._sides.append(
-                Worker(name, make, config, steps, environment=environment, is_daemon=False)
+            side = Worker(
+                f"{role.value} over {wire}",
+                link.inside(at, EngineSide),
+                *(config, steps),
+                environment={"UCX_TLS": "tcp", "OMP_NUM_THREADS": "1"},
+                is_daemon=False,
             )
+            self._sides.append(side)
         self._pool = ThreadPoolExecutor(2)
         self._learned: Mapping[str, Any] | None = None
         for side in self._sides:
@@ -245,28 +265,27 @@ class Pair:
         self._learned = first.params
         if second.failure or not second.loads:
             raise ContenderLost(f"{how}: expected KV to move, got {second.failure or 'none moved'}")
-        life = self._life(how, first, second)
+        life = self._life(first, second)
         expected = self.alone(prompt, _NEW_TOKENS)
         if second.token_ids != expected:
             raise WrongBytes(f"{how}: expected tokens {expected}, got {second.token_ids}")
         return life
 
-    def _life(self, how: str, first: Asked, second: Asked) -> Life:
+    def _life(self, first: Asked, second: Asked) -> Life:
         begin_s = min(first.begin_s, second.begin_s)
         (load,) = second.loads
-        moments = (load.handed_s, load.granted_s, load.placed_s, load.finished_s)
+        steps = self._sides[0].call(list, "steps")
+        frames = self._link.relayed().frames
         return Life(
-            how=how,
             prefill_s=first.end_s - first.begin_s,
             ttft_s=second.first_s - begin_s,
             transfer_s=load.placed_s - load.handed_s,
             nbytes=load.nbytes,
-            steps=tuple(
-                (b - begin_s, e - begin_s, n) for b, e, n in self._sides[0].call(list, "steps")
-            ),
-            spans=tuple((s - begin_s, n) for s, n in load.spans),
-            frames=tuple((s - begin_s, n) for s, n in self._link.relayed().frames),
-            load=tuple(moment - begin_s for moment in moments),  # type: ignore[arg-type]  # four
+            steps=tuple((begun - begin_s, end - begin_s, n) for begun, end, n in steps),
+            frames=tuple((moment - begin_s, n) for moment, n in frames),
+            handed_s=load.handed_s - begin_s,
+            placed_s=load.placed_s - begin_s,
+            finished_s=load.finished_s - begin_s,
         )
 
     def alone(self, prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
@@ -279,16 +298,6 @@ class Pair:
         self._pool.shutdown()
 
 
-def _model(head_size: int) -> dict[str, Any]:
-    return {
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
-        **{"vocab_size": _VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512},
-        **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": head_size},
-        **{"num_key_value_heads": HEADS, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
-        **{"max_position_embeddings": 65536, "tie_word_embeddings": False},
-    }
-
-
 def prompt_of(number: int, num_tokens: int) -> tuple[int, ...]:
     """Prompts of other numbers share no block."""
     return tuple((number * 7919 + at * at * 31 + at * 17) % _VOCAB_SIZE for at in range(num_tokens))
@@ -297,39 +306,32 @@ def prompt_of(number: int, num_tokens: int) -> tuple[int, ...]:
 def measure(pair: Pair, options: argparse.Namespace, case: tuple[str, int]) -> tuple[Cell, Life]:
     """A cell, and the life of the request, both asked at once, that took the median time."""
     num_tokens = options.chunks * options.chunk_tokens
+    prompts = (prompt_of(number, num_tokens) for number in count(1))
     lives: dict[str, list[Life]] = {IN_TURN: [], TOGETHER: []}
-    number = 0
-    for warm in (True, *[False] * options.rounds):
+    for _ in range(1 + options.rounds):
         for how, found in lives.items():
-            number += 1
-            life = pair.run(how, prompt_of(number, num_tokens))
-            if not warm:
-                found.append(life)
+            found.append(pair.run(how, next(prompts)))
+    turns, both = (found[1:] for found in lives.values())  # the first ones were the warm-up
     cached_ms = []
     for _ in range(options.rounds):
-        number += 1
-        prompt = prompt_of(number, num_tokens)
+        prompt = next(prompts)
         pair.alone(prompt[: num_tokens * 9 // 10], 1)
         life = pair.run(TOGETHER, prompt)
-        data_s = [moment for moment, nbytes in life.frames if nbytes > _DATA_NBYTES]
         begins_s = life.steps[0][0]
-        cached_ms.append(1e3 * (min(s for s in data_s if s >= begins_s) - begins_s))
-    turns, both = lives[IN_TURN], lives[TOGETHER]
+        cached_ms.append(1e3 * min(s - begins_s for s, _ in life.data if s >= begins_s))
     prefill_s = statistics.median(life.prefill_s for life in turns)
     transfer_s = statistics.median(life.transfer_s for life in turns)
-    bound_s = AIM * max(prefill_s, transfer_s) + transfer_s / options.chunks
-    ordered = sorted(both, key=lambda life: life.ttft_s)
-    median = ordered[len(ordered) // 2]
+    median = sorted(both, key=lambda life: life.ttft_s)[len(both) // 2]
     cell = Cell(
         wire=case[0],
         head_size=case[1],
-        nbytes=both[0].nbytes,
+        nbytes=median.nbytes,
         prefill_ms=1e3 * prefill_s,
         transfer_ms=1e3 * transfer_s,
         in_turn_ms=1e3 * statistics.median(life.ttft_s for life in turns),
         together_ms=1e3 * median.ttft_s,
-        bound_ms=1e3 * bound_s,
-        decode_ms=1e3 * statistics.median(life.ttft_s - life.load[2] for life in both),
+        bound_ms=1e3 * (AIM * max(prefill_s, transfer_s) + transfer_s / options.chunks),
+        decode_ms=1e3 * statistics.median(life.ttft_s - life.placed_s for life in both),
         cached_ms=statistics.median(cached_ms),
     )
     return cell, median
@@ -337,58 +339,44 @@ def measure(pair: Pair, options: argparse.Namespace, case: tuple[str, int]) -> t
 
 def timeline(report: Report) -> Timeline | None:
     """Of the case in which prefill and transfer are most alike."""
-    cells, lives = report.records.get("cells", []), report.records.get("lives", [])
+    cells, lives = report.records["cells"], report.records["lives"]
     if not cells:
         return None
     at = min(range(len(cells)), key=lambda i: abs(cells[i].prefill_ms - cells[i].transfer_ms))
     cell, life = cells[at], lives[at]
-    handed_s, _, placed_s, finished_s = life.load
-    nbytes = accumulate(nbytes for _, nbytes in life.frames)
-    sent = tuple((s, n / 2**20) for (s, _), n in zip(life.frames, nbytes, strict=True))
+    sent = accumulate(nbytes / 2**20 for _, nbytes in life.frames)
     return Timeline(
         title=f"One request's life, both engines asked at once ({cell.wire})",
         rows=(
             ("prefill computes", tuple(Bar(b, e, str(n)) for b, e, n in life.steps)),
-            ("KV on the link", pieces(life.frames)),
-            ("decode's load", (Bar(handed_s, placed_s), Bar(placed_s, finished_s))),
-            ("decode computes", (Bar(finished_s, life.ttft_s),)),
+            ("KV on the link", tuple(pieces(life.data))),
+            (
+                "decode's load",
+                (Bar(life.handed_s, life.placed_s), Bar(life.placed_s, life.finished_s)),
+            ),
+            ("decode computes", (Bar(life.finished_s, life.ttft_s),)),
         ),
         marks=(("prefill answers", life.prefill_s), ("first token", life.ttft_s)),
-        steps=sent,
+        steps=tuple(zip((moment_s for moment_s, _ in life.frames), sent, strict=True)),
         steps_name="MiB of KV that have left",
         limit=("in turn", cell.in_turn_ms / 1e3),
     )
 
 
-def pieces(frames: tuple[tuple[float, int], ...], gap_s: float = 0.002) -> tuple[Bar, ...]:
+def pieces(data: Sequence[tuple[float, int]], gap_s: float = 0.002) -> Iterator[Bar]:
     """What is on the link without a pause of ``gap_s``, with its MiB."""
-    found: list[list[float]] = []
-    for moment, nbytes in frames:
-        if nbytes <= _DATA_NBYTES:
-            continue
-        if found and moment - found[-1][1] < gap_s:
-            found[-1][1:] = [moment, found[-1][2] + nbytes]
-        else:
-            found.append([moment, moment, nbytes])
-    return tuple(Bar(b, e, f"{n / 2**20:.1f} MiB") for b, e, n in found)
-
-
-@contextmanager
-def _link(speed: Speed) -> Iterator[SlowLink]:
-    try:
-        link = SlowLink(speed)
-    except LinkUnavailable as exc:
-        raise SystemExit(f"bench early: {exc}") from None
-    try:
-        yield link
-    finally:
-        link.close()
+    begins = [
+        at for at, (moment_s, _) in enumerate(data) if not at or moment_s - data[at - 1][0] >= gap_s
+    ]
+    for begin, end in pairwise([*begins, len(data)]):
+        nbytes = sum(nbytes for _, nbytes in data[begin:end])
+        yield Bar(data[begin][0], data[end - 1][0], f"{nbytes / 2**20:.1f} MiB")
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
     """1 if a case has not met its aim."""
-    speed = Speed(options.gbit * 1e9, options.delay_ms / 1e3)
-    with _link(speed) as link, tempfile.TemporaryDirectory() as folder:
+    speed = speed_of(options)
+    with slow_link(speed, "bench early") as link, tempfile.TemporaryDirectory() as folder:
         report = session.report(
             "early_link",
             f"Both engines asked at once, over {speed.words}",
@@ -398,20 +386,21 @@ def run(session: Session, options: argparse.Namespace) -> int:
             link=speed.words,
             prompts=f"{options.chunks} chunks of {options.chunk_tokens} tokens",
         )
-        report.facts["round trip of 8 bytes"] = f"{round_trip_ms(link):.2f} ms"
+        report.facts["round trip"] = f"{round_trip_ms(link):.2f} ms"
         report.records = {"cells": [], "lives": []}
-        cases = [(wire, size) for wire in options.transport for size in options.head_size]
+        cases = list(product(options.transport, options.head_size))
         session.progress.plan(len(cases))
         for case in cases:
-            report.begin(f"{case[0]}, heads of {case[1]}", tuple(COLUMNS)[1:])
+            name = f"{case[0]}, heads of {case[1]}"
+            report.begin(name, SHOWN)
             pair = Pair(link, Path(folder), *case, options.chunk_tokens)
             try:
                 cell, life = measure(pair, options, case)
                 report.add(COLUMNS, cell)
                 report.records["lives"].append(life)
             except ContenderLost as exc:
-                report.lost[f"{case[0]}, heads of {case[1]}"] = str(exc)
-                print(f"  not measured: {exc}", flush=True)
+                report.lost[name] = str(exc)
+                tell_lost(name, exc)
             finally:
                 pair.close()
             session.progress.step()
@@ -427,8 +416,7 @@ BENCHMARK = Benchmark(
         option("--chunks", 8, type=int, help="of a prompt (default 8)"),
         option("--chunk-tokens", 128, type=int, help="of a step of prefill (default 128)"),
         option("--rounds", 7, 3, type=int, help="of each case (default 7)"),
-        option("--gbit", 1.0, type=float, help="of the link, a second (default 1)"),
-        option("--delay-ms", 1.0, type=float, help="one way (default 1)"),
+        *LINK_OPTIONS,
     ),
     run,
 )

@@ -58,23 +58,6 @@ class LoadTiming(Timing):
     transports: tuple[str, ...]
 
 
-class _BusyThread:
-    """Pure Python without a pause, as an engine's thread does between its launches."""
-
-    def __init__(self) -> None:
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._main, daemon=True)
-        self._thread.start()
-
-    def _main(self) -> None:
-        while not self._over.is_set():
-            spin()
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join()
-
-
 def spin() -> int:
     total = 0
     for number in range(_SPIN):
@@ -96,7 +79,6 @@ class BenchEngine(Member):
         super().__init__({side: devices.by_side[side]}, pool.nbytes)
         self._pool = pool
         self._num_requests = 0
-        self._busy: _BusyThread | None = None
         self._reports: dict[str, LoadReport] = {}
         config = wire_config(devices.wire, **settings)
         engine = EngineIdentity(
@@ -123,12 +105,6 @@ class BenchEngine(Member):
         rank = self._worker.get_handshake_metadata()
         self._scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
         self._step(self._orders())
-
-    def set_busy(self, is_busy: bool) -> None:
-        """Whether another thread of this process computes in Python, as an engine's would."""
-        if self._busy is not None:
-            self._busy.close()
-        self._busy = _BusyThread() if is_busy else None
 
     # -------------------------------------------------- as the source
 
@@ -268,7 +244,6 @@ class BenchEngine(Member):
         )
 
     def close(self) -> None:
-        self.set_busy(False)
         self._worker.shutdown()
         super().close()
 

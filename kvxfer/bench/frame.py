@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,18 +41,26 @@ def _layouts(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
+def count(text: str) -> int:
     """Raises ArgumentTypeError."""
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
     return int(text)
 
 
+def positive(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+
+
 CASES = (
     option("--shapes", nargs="+", choices=tuple(SHAPES), help="of the model"),
     option("--layouts", type=_layouts, nargs="+", metavar="HND16->NHD64", help="of both sides"),
-    option("--tokens", type=_positive, nargs="+", help="of a request"),
-    option("--rounds", type=_positive, help="that each contender runs"),
+    option("--tokens", type=count, nargs="+", help="of a request"),
+    option("--rounds", type=count, help="that each contender runs"),
 )
 
 

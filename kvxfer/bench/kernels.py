@@ -1,32 +1,33 @@
-"""The copying kernel on a GPU, and over the link between two, beside what the hardware can do.
+"""The kernels on a GPU, and over the link between two, beside what the hardware
+can do.
 
-    memcpy          as many contiguous bytes, pool to pool: on one GPU, or from the other
-    memset          as many bytes, on one GPU (half the traffic of a copy)
-    torch           index_select, permute and index_copy_, region by region: the usual way
-    batch           cudaMemcpyBatchAsync of blocks as they are, its arrays made before
-    kernel          DeviceCopier.copy between pools whose blocks lie in random order
+    memcpy   as many contiguous bytes, pool to pool: on one GPU, or from the
+             other; the limit
+    torch    index_select and index_copy_, region by region: the usual way, of
+             equal layouts
+    kernel   DeviceCopier.copy between pools whose blocks lie in random order
 
-Bytes are checked before anything is timed: a wrong copy ends the run. The contenders of a case take
-turns, each after 256 MiB were written to clear the caches, slow ones fewer times; the ratio is the
-median of each round's ratio to the memcpy of that round. GB/s are of the payload; on one GPU each
-byte is read and written, so its memory moves twice as many. The way of ids and addresses to the GPU
-is in the times. The host's time to launch is not (that is section cpu), except for "torch" and
-"batch": their hundreds of launches or pieces outlast the head start.
+Bytes are checked before anything is timed: a wrong copy ends the run. The
+contenders of a case take turns, each after 256 MiB were written to clear the
+caches, slow ones fewer times. GB/s are of the payload; on one GPU each byte is
+read and written, so its memory moves twice as many. The way of ids and addresses
+to the GPU is in the times. The host's time to launch is not, except for "torch":
+its hundreds of launches outlast the head start.
 
-The section casts copies bfloat16 to types of 8 bits and back, with a scale of each region, of each
-token, or none; its GB/s are of the source's bytes, and so is its memcpy.
-
-Sections: pieces (equal layouts, blocks of 2 KiB to 2 MiB), pairs (block sizes x layouts x heads),
-inner (sizes that are no powers of two), gib (1 GiB of latents, and of states), casts, lengths (128
-to 32k tokens), widths (programs of a launch), cpu (the host's time for a request). What copies cost
-a decode step is in gpu-transfer.
-With two GPUs all of it also from the other GPU.
+Sections: pieces (equal layouts, blocks of 2 KiB to 2 MiB), lengths (128 to 32k
+tokens), inner (sizes that are no powers of two), gib (1 GiB of latents, and of
+states), pairs (block sizes x layouts x heads), casts (bfloat16 to types of 8 bits
+and back, with a scale of each region, of each token, or none; GB/s are of the
+source's bytes, and so is its memcpy).
+With two GPUs all of it also from the other GPU. On one GPU also: rewrite (blocks
+put into another order in place; rows that stay where they are count, so a ratio
+may exceed 1) and zero (random blocks beside as many contiguous bytes).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -37,9 +38,7 @@ from torch import Tensor
 
 from kvxfer.bench import core
 from kvxfer.bench.frame import Benchmark, Session, option
-from kvxfer.bench.gpu import BatchCopyUnavailable, batch_copy, stream_ms
 from kvxfer.bench.members import FLUSH_NBYTES, gpu_missing
-from kvxfer.bench.plain_ways import torch_copy
 from kvxfer.bench.plots import Plot, line, plot_of
 from kvxfer.bench.pools import (
     LLAMA_8B,
@@ -52,8 +51,11 @@ from kvxfer.bench.pools import (
     layout_of,
     request_of,
 )
+from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_blocks_ref
+from kvxfer.kernels.rewrite_kernel import plane_table, rewrite_blocks
 from kvxfer.kernels.strided_work import WHOLE_GPU
-from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
+from kvxfer.kernels.zero_blocks import zero_blocks
+from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, bind_copy
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.transfer.casts import Values
 from kvxfer.transfer.layout import SCALE_NBYTES
@@ -64,10 +66,13 @@ BUDGET_S = 1.5
 """Of one contender in one case, after its least rounds."""
 BLOCKS = (8, 16, 24, 32, 64, 128)
 LAYOUTS = ("HND", "NHD")
-_WIDTHS = (8, 16, 24, 32, 48, 64, 96, 132, 264, WHOLE_GPU)
-_LINK_PROGRAMS = 32
-_CAST_WIDTHS = (24, 48, 96, 132, 264, WHOLE_GPU)
 HEAD_SIZE = 128
+_LINK_PROGRAMS = 32
+_CAST_PROGRAMS = (24, 48, 96, 132, 264, WHOLE_GPU)
+_AHEAD_CYCLES = 1_000_000
+REWRITE_AIM, ZERO_AIM = 0.75, 0.95
+PLANES = 64
+"""Of what is rewritten and zeroed: K and V of 32 layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +89,65 @@ class Bench:
     report: core.Report
 
     @property
-    def width(self) -> int:
-        """Programs of a copy where nothing else is said."""
+    def programs(self) -> int:
+        """Of a copy where nothing else is said."""
         return WHOLE_GPU if self.where == "local" else _LINK_PROGRAMS
 
+    def once(self, work: core.Work) -> core.Timing:
+        """What ``work`` launches on the stream. The host is ahead of it, with all launches made
+        before the first runs, unless they are hundreds.
+        """
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self.stream):
+            self.flush.zero_()
+            torch.cuda._sleep(_AHEAD_CYCLES)
+            began.record()
+            work()
+            ended.record()
+        ended.synchronize()
+        return core.Timing(began.elapsed_time(ended) / 1e3)
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A copy, ready to be made: one class, the ids of both sides."""
+    def compare(
+        self,
+        section: str,
+        name: str,
+        nbytes: int,
+        works: Mapping[str, core.Work],
+        aims: Mapping[str, float] | None = None,
+    ) -> None:
+        """The first one is the limit."""
+        taken = core.measure(core.clocked(works, self.once), self.rounds, budget_s=BUDGET_S)
+        case = core.Case(section=f"{section}, {self.where}", name=name, nbytes=nbytes)
+        self.report.compare(case, taken, aims)
 
-    request: Request
-    bound: BoundCopy
-    source_ids: Ids
-    sink_ids: Ids
+    def memcpy(self, nbytes: int) -> core.Work:
+        return partial(self.sink[:nbytes].copy_, self.source[:nbytes])
+
+    def copy_of(self, request: Request, copied: CopyClass) -> Callable[..., object]:
+        """What copies it, if it is told in how many programs."""
+        memories = (
+            (DeviceMemory(memory.data_ptr(), memory.numel()),)
+            for memory in (self.source, self.sink)
+        )
+        ids, span = (request.source_ids, request.sink_ids), (0, request.num_tokens)
+        bound = bind_copy(copied, *memories)
+        return partial(self.copier.copy, bound, *ids, span, stream=self.stream)
+
+    def poisoned(self, request: Request, copy: core.Work) -> Tensor:
+        """The sink's pool, which held poison before this copy."""
+        pool = self.sink[: request.sink.nbytes]
+        with torch.cuda.stream(self.stream):
+            pool.fill_(POISON)
+        copy()
+        self.stream.synchronize()
+        return pool
+
+
+def name_of(programs: int) -> str:
+    return "kernel, all" if programs == WHOLE_GPU else f"kernel {programs}"
+
+
+# ------------------------------------------------------------------ copies
 
 
 def between(source: str, sink: str, num_tokens: int, shape: Shape = LLAMA_8B) -> Request:
@@ -104,128 +155,33 @@ def between(source: str, sink: str, num_tokens: int, shape: Shape = LLAMA_8B) ->
     return request_of(shape, f"{source}->{sink}", num_tokens, SPREAD * num_tokens)
 
 
-def _job_of(bench: Bench, request: Request) -> _Job:
-    copy_class, _ = request.copy_class()
-    memories = [
-        (DeviceMemory(memory.data_ptr(), memory.numel()),) for memory in (bench.source, bench.sink)
-    ]
-    bound = bind_copy(copy_class, *memories)
-    return _Job(request, bound, request.source_ids, request.sink_ids)
-
-
-def copy(bench: Bench, job: _Job, programs: int) -> None:
-    ids = (job.source_ids, job.sink_ids)
-    bench.copier.copy(
-        job.bound, *ids, (0, job.request.num_tokens), stream=bench.stream, programs=programs
-    )
-
-
-def check(bench: Bench, job: _Job, programs: int) -> None:
-    """Not by the code under test: every byte of the request, and none beside it."""
-    request, num_tokens = job.request, job.request.num_tokens
-    pool = bench.sink[: request.sink.nbytes]
-    with torch.cuda.stream(bench.stream):
-        pool.fill_(POISON)
-    copy(bench, job, programs)
-    bench.stream.synchronize()
-    step = max(1, (1 << 30) // (num_tokens * request.shape.token_nbytes))
-    for lo in range(0, request.shape.regions, step):
-        want = content(bench.source, request.source, job.source_ids, lo, step)
-        got = content(pool, request.sink, job.sink_ids, lo, step)
-        if not torch.equal(got[:, :num_tokens], want[:, :num_tokens].to(got.device)):
-            raise SystemExit(f"bench kernels: wrong bytes: {request.name}")
-        if not bool((got[:, num_tokens:] == POISON).all()):
-            raise SystemExit(f"bench kernels: wrote behind: {request.name}")
-    if not request.sink.is_untouched_beside(pool, job.sink_ids):
-        raise SystemExit(f"bench kernels: wrote beside: {request.name}")
-
-
-def content(memory: Tensor, pool: Pool, ids: Ids, lo: int, step: int) -> Tensor:
-    """[regions, tokens, heads, inner] of some regions, all tokens of the blocks."""
-    blocks = pool.blocks(memory)[lo : lo + step]
-    taken = blocks[:, torch.from_numpy(ids).to(memory.device)]
-    return taken.reshape(taken.shape[0], -1, pool.shape.heads, pool.shape.inner_nbytes)
-
-
-def once(bench: Bench, work: core.Work) -> core.Timing:
-    return core.Timing(stream_ms(bench.stream, bench.flush, work) / 1e3)
-
-
-def _limits_of(bench: Bench, nbytes: int) -> dict[str, core.Work]:
-    """The first is what ratios are to."""
-    given, taken = bench.source[:nbytes], bench.sink[:nbytes]
-    found: dict[str, core.Work] = {"memcpy": partial(taken.copy_, given)}
-    if bench.where == "local":
-        found["memset"] = taken.zero_
-    return found
-
-
-def _others_of(bench: Bench, request: Request) -> dict[str, core.Work]:
-    """The usual ways, for equal layouts; what a machine does not have is left out."""
-    found: dict[str, core.Work] = {"torch": torch_copy(request, bench.source, bench.sink)}
-    given, taken = request.pieces()
-    addresses = (given + bench.source.data_ptr(), taken + bench.sink.data_ptr())
-    try:
-        found["batch"] = batch_copy(*addresses, request.source.block_nbytes, bench.stream)
-    except BatchCopyUnavailable as exc:
-        print(exc)
-    return found
-
-
-def _run_case(
-    bench: Bench,
-    section: str,
-    request: Request,
-    widths: Sequence[int] = (),
-    *,
-    beside_others: bool = False,
-) -> None:
-    job, widths = _job_of(bench, request), widths or (bench.width,)
-    check(bench, job, widths[0])
-    works = _limits_of(bench, request.nbytes)
-    if beside_others:
-        works |= _others_of(bench, request)
-    works |= {name_of(width): partial(copy, bench, job, width) for width in widths}
-    taken = core.measure(core.clocked(works, partial(once, bench)), bench.rounds, budget_s=BUDGET_S)
-    shape = request.shape
-    sizes = f"{shape.regions}x{shape.heads}x{shape.inner_nbytes}"
-    case = f"{request.layouts} {sizes} {request.num_tokens} tokens"
-    bench.report.compare(core.Measured(f"{section}, {bench.where}", case, request.nbytes), taken)
-
-
-def name_of(width: int) -> str:
-    return "kernel, all" if width == WHOLE_GPU else f"kernel {width}"
-
-
-# ------------------------------------------------------------------ sections
-
-
-def pieces(bench: Bench, blocks: Sequence[int]) -> None:
+def pieces(blocks: Sequence[int]) -> Iterator[Request]:
     for log2 in range(11):  # 2 KiB are one token of 8 heads
-        request = between(f"HND{1 << log2}", f"HND{1 << log2}", 8192)
-        _run_case(bench, "pieces", request, beside_others=True)
+        yield between(f"HND{1 << log2}", f"HND{1 << log2}", 8192)
 
 
-def pairs(bench: Bench, blocks: Sequence[int]) -> None:
-    half = Shape("half of 8B", 64, 4, 256)
-    for shape in (LLAMA_8B, half, LLAMA_70B_TP8):
-        num_tokens = 8192 if shape.heads > 1 else 16384
-        layouts = list(product(LAYOUTS, LAYOUTS)) if shape.heads > 1 else [("HND", "HND")]
-        for (ours, theirs), given, taken in product(layouts, blocks, blocks):
-            request = between(f"{ours}{given}", f"{theirs}{taken}", num_tokens, shape)
-            beside = shape == LLAMA_8B and given == taken == 16 and ours == theirs
-            _run_case(bench, "pairs", request, beside_others=beside)
+def lengths(blocks: Sequence[int]) -> Iterator[Request]:
+    for shape, num_tokens in product((LLAMA_8B, LLAMA_70B_TP8), (128, 512, 2048, 8192, 32768)):
+        for source in ("HND16", "NHD16"):
+            yield between(source, "NHD64", num_tokens, shape)
 
 
-def inner(bench: Bench, blocks: Sequence[int]) -> None:
+def inner(blocks: Sequence[int]) -> Iterator[Request]:
     for inner_nbytes, (given, taken) in product(
         (1152, 656, 128, 4), ((64, 64), (64, 16), (16, 24))
     ):
-        shape = Shape("odd", 61, 1, inner_nbytes)
         # One token more than whole blocks, so that they cannot be joined to wider words
         for num_tokens in (8192, 8193):
-            request = between(f"NHD{given}", f"NHD{taken}", num_tokens, shape)
-            _run_case(bench, "inner", request)
+            shape = Shape("odd", 61, 1, inner_nbytes)
+            yield between(f"NHD{given}", f"NHD{taken}", num_tokens, shape)
+
+
+def pairs(blocks: Sequence[int]) -> Iterator[Request]:
+    for shape in (LLAMA_8B, Shape("half of 8B", 64, 4, 256)):
+        for ours, theirs, given, taken in product(LAYOUTS, LAYOUTS, blocks, blocks):
+            yield between(f"{ours}{given}", f"{theirs}{taken}", 8192, shape)
+    for given, taken in product(blocks, blocks):
+        yield between(f"HND{given}", f"HND{taken}", 16384, LLAMA_70B_TP8)
 
 
 GIB = 1 << 30
@@ -238,40 +194,74 @@ STATES = (
 )
 
 
-def gib(bench: Bench, blocks: Sequence[int]) -> None:
+def gib(blocks: Sequence[int]) -> Iterator[Request]:
     """As many tokens, or requests, as are 1 GiB. States: a block holds one request's."""
     for shape, (given, taken) in product(LATENTS, ((64, 64), (64, 128))):
         num_tokens = GIB // (shape.regions * shape.token_nbytes)
-        _run_case(bench, "gib", between(f"NHD{given}", f"NHD{taken}", num_tokens, shape))
+        yield between(f"NHD{given}", f"NHD{taken}", num_tokens, shape)
     for shape, source, sink in STATES:
         _, rows = layout_of(source)
         requests = GIB // (shape.regions * shape.token_nbytes * rows)
-        _run_case(bench, "gib", between(source, sink, requests * rows, shape))
+        yield between(source, sink, requests * rows, shape)
 
 
-def lengths(bench: Bench, blocks: Sequence[int]) -> None:
-    for shape, num_tokens in product((LLAMA_8B, LLAMA_70B_TP8), (128, 512, 2048, 8192, 32768)):
-        for source in ("HND16", "NHD16"):
-            _run_case(bench, "lengths", between(source, "NHD64", num_tokens, shape))
+COPIES = {section.__name__: section for section in (pieces, lengths, inner, gib, pairs)}
 
 
-def widths(bench: Bench, blocks: Sequence[int]) -> None:
-    for source in ("NHD16", "HND16"):
-        _run_case(bench, "widths", between(source, "NHD64", 8192), _WIDTHS)
+def run_copies(bench: Bench, section: str, blocks: Sequence[int]) -> None:
+    for request in COPIES[section](blocks):
+        copied, _ = request.copy_class()
+        copy = partial(bench.copy_of(request, copied), programs=bench.programs)
+        check(bench, request, copy)
+        works: dict[str, core.Work] = {"memcpy": bench.memcpy(request.nbytes)}
+        if section == "pieces":
+            works["torch"] = torch_copy(request, bench.source, bench.sink)
+        shape = request.shape
+        sizes = f"{shape.regions}x{shape.heads}x{shape.inner_nbytes}"
+        name = f"{request.layouts} {sizes} {request.num_tokens} tokens"
+        works[name_of(bench.programs)] = copy
+        bench.compare(section, name, request.nbytes, works)
 
 
-def cpu(bench: Bench, blocks: Sequence[int]) -> None:
-    """The host's time in ``copy``, while the GPU is busy with something else."""
-    for num_tokens in (128, 2048, 32768):
-        job = _job_of(bench, between("HND16", "NHD64", num_tokens))
-        check(bench, job, bench.width)
-        taken: list[core.Timing] = []
-        for _ in range(20 * bench.rounds):
-            taken.append(core.timed(partial(copy, bench, job, bench.width)))
-            bench.stream.synchronize()
-        case = f"host time of a request of {num_tokens} tokens"
-        bench.report.compare(core.Measured(f"cpu, {bench.where}", case, 0), {"kernel": taken})
+def check(bench: Bench, request: Request, copy: core.Work) -> None:
+    """Not by the code under test: every byte of the request, and none beside it."""
+    pool, num_tokens = bench.poisoned(request, copy), request.num_tokens
+    step = max(1, (1 << 30) // (num_tokens * request.shape.token_nbytes))
+    for lo in range(0, request.shape.regions, step):
+        want = content(bench.source, request.source, request.source_ids, lo, step)
+        got = content(pool, request.sink, request.sink_ids, lo, step)
+        if not torch.equal(got[:, :num_tokens], want[:, :num_tokens].to(got.device)):
+            raise SystemExit(f"bench kernels: wrong bytes: {request.name}")
+        if not bool((got[:, num_tokens:] == POISON).all()):
+            raise SystemExit(f"bench kernels: wrote behind: {request.name}")
+    if not request.sink.is_untouched_beside(pool, request.sink_ids):
+        raise SystemExit(f"bench kernels: wrote beside: {request.name}")
 
+
+def content(memory: Tensor, pool: Pool, ids: Ids, lo: int, step: int) -> Tensor:
+    """[regions, tokens, heads, inner] of some regions, all tokens of the blocks."""
+    blocks = pool.blocks(memory)[lo : lo + step]
+    taken = blocks[:, torch.from_numpy(ids).to(memory.device)]
+    return taken.reshape(taken.shape[0], -1, pool.shape.heads, pool.shape.inner_nbytes)
+
+
+def torch_copy(request: Request, source: Tensor, sink: Tensor) -> Callable[[], None]:
+    """Region by region: index_select, copy to the other GPU, index_copy_; of equal layouts."""
+    given, taken = (
+        memory[: pool.nbytes].view(pool.shape.regions, pool.num_blocks, -1)
+        for memory, pool in ((source, request.source), (sink, request.sink))
+    )
+    source_ids = torch.from_numpy(request.source_ids).to(source.device)
+    sink_ids = torch.from_numpy(request.sink_ids).to(sink.device)
+
+    def run() -> None:
+        for theirs, ours in zip(given, taken, strict=True):
+            ours.index_copy_(0, sink_ids, theirs.index_select(0, source_ids).to(sink.device))
+
+    return run
+
+
+# ------------------------------------------------------------------ casts
 
 CASTS = (
     ("bfloat16", "float8_e4m3fn", ""),
@@ -281,74 +271,68 @@ CASTS = (
     ("float8_e4m3fn", "bfloat16", "regions"),
 )
 """Type of the source, type of the sink, and what has scales at the side of 8 bits."""
+Cast = tuple[str, str, str]
 
 
-def casts(bench: Bench, blocks: Sequence[int]) -> None:
-    for cast, layouts in product(CASTS, ("HND16->HND16", "NHD16->HND64")):
-        for num_tokens in (2048, 16384):
-            _run_cast(bench, cast, layouts, num_tokens)
+def run_casts(bench: Bench) -> None:
+    layouts = ("HND16->HND16", "NHD16->HND64")
+    for cast, between_them, num_tokens in product(CASTS, layouts, (2048, 16384)):
+        (given, source), (taken, sink) = (
+            cast_side(dtype, cast[2], text, num_tokens)
+            for dtype, text in zip(cast[:2], between_them.split("->"), strict=True)
+        )
+        request = Request(given, taken, num_tokens)
+        names, _ = request.copy_class()
+        source, sink = (replace(side, chunk=source.values) for side in (source, sink))
+        copied = CopyClass(names.names, 0, LLAMA_8B.heads, source, sink)
+        copy = bench.copy_of(request, copied)
+        check_cast(bench, request, partial(copy, programs=_CAST_PROGRAMS[0]), cast, (source, sink))
+        nbytes = num_tokens * LLAMA_8B.regions * LLAMA_8B.heads * source.tile.inner_nbytes
+        works: dict[str, core.Work] = {"memcpy": bench.memcpy(nbytes)}
+        works |= {name_of(number): partial(copy, programs=number) for number in _CAST_PROGRAMS}
+        name = f"{' '.join(filter(None, cast))} {between_them} {num_tokens} tokens"
+        bench.compare("casts", name, nbytes, works)
 
 
-def _run_cast(bench: Bench, cast: tuple[str, str, str], layouts: str, num_tokens: int) -> None:
-    pools, sides = [], []
-    for text, dtype in zip(layouts.split("->"), cast[:2], strict=True):
-        values = Values(dtype)
-        is_scaled = values.item_nbytes == 1 and cast[2]
-        tail_nbytes = SCALE_NBYTES if is_scaled and cast[2] == "tokens" else 0
-        inner_nbytes = HEAD_SIZE * values.item_nbytes
-        layout, block_tokens = layout_of(text)
-        shape = Shape("8B", LLAMA_8B.regions, LLAMA_8B.heads, inner_nbytes + tail_nbytes)
-        num_blocks = -(-num_tokens // block_tokens) * SPREAD
-        pools.append(Pool(layout, block_tokens, num_blocks, shape))
-        side = replace(pools[-1].side(), values=values)
-        if is_scaled and not tail_nbytes:
-            scales = tuple((0.1 + region / 64,) for region in range(shape.regions))
-            side = replace(side, values=Values(dtype, scales))
-        elif tail_nbytes:  # as vLLM has it: each cell ends in its scale
-            places = [replace(base, offset=base.offset + inner_nbytes) for base in side.bases]
-            tile = replace(side.tile, inner_nbytes=tail_nbytes)
-            scale = replace(side, tile=tile, bases=tuple(places), values=None)
-            tile = replace(side.tile, inner_nbytes=inner_nbytes)
-            side = replace(side, tile=tile, scale=scale)
-        sides.append(side)
-    request = Request(pools[0], pools[1], num_tokens)
-    names, _ = request.copy_class()
-    chunk = sides[0].values
-    source, sink = (replace(side, chunk=chunk) for side in sides)
-    memories = [
-        (DeviceMemory(memory.data_ptr(), memory.numel()),) for memory in (bench.source, bench.sink)
-    ]
-    bound = bind_copy(CopyClass(names.names, 0, LLAMA_8B.heads, source, sink), *memories)
-    job = _Job(request, bound, request.source_ids, request.sink_ids)
-    _check_cast(bench, job, cast, (source, sink))
-    nbytes = num_tokens * LLAMA_8B.regions * LLAMA_8B.heads * source.tile.inner_nbytes
-    works = {"memcpy": _limits_of(bench, nbytes)["memcpy"]}
-    works |= {name_of(width): partial(copy, bench, job, width) for width in _CAST_WIDTHS}
-    taken = core.measure(core.clocked(works, partial(once, bench)), bench.rounds, budget_s=BUDGET_S)
-    case = f"{' '.join(filter(None, cast))} {layouts} {num_tokens} tokens"
-    bench.report.compare(core.Measured(f"casts, {bench.where}", case, nbytes), taken)
+def cast_side(dtype: str, scaled: str, text: str, num_tokens: int) -> tuple[Pool, Side]:
+    """A pool of values of that type, and what the code under test is told of it."""
+    values = Values(dtype)
+    scaled = scaled if values.item_nbytes == 1 else ""
+    tail_nbytes = SCALE_NBYTES if scaled == "tokens" else 0
+    inner_nbytes = HEAD_SIZE * values.item_nbytes
+    layout, block_tokens = layout_of(text)
+    shape = Shape("8B", LLAMA_8B.regions, LLAMA_8B.heads, inner_nbytes + tail_nbytes)
+    pool = Pool(layout, block_tokens, -(-num_tokens // block_tokens) * SPREAD, shape)
+    side = replace(pool.side(), values=values)
+    if scaled == "regions":
+        scales = tuple((0.1 + region / 64,) for region in range(shape.regions))
+        side = replace(side, values=Values(dtype, scales))
+    elif tail_nbytes:  # as vLLM has it: each cell ends in its scale
+        places = tuple(replace(base, offset=base.offset + inner_nbytes) for base in side.bases)
+        tile = replace(side.tile, inner_nbytes=tail_nbytes)
+        scale = replace(side, tile=tile, bases=places, values=None)
+        side = replace(side, tile=replace(side.tile, inner_nbytes=inner_nbytes), scale=scale)
+    return pool, side
 
 
-def _check_cast(
-    bench: Bench, job: _Job, cast: tuple[str, str, str], sides: tuple[Side, Side]
+def check_cast(
+    bench: Bench, request: Request, copy: core.Work, cast: Cast, sides: tuple[Side, Side]
 ) -> None:
     """By PyTorch's casts, some regions at a time; every NaN is as good as another."""
-    request, num_tokens = job.request, job.request.num_tokens
-    pool = bench.sink[: request.sink.nbytes]
-    with torch.cuda.stream(bench.stream):
-        pool.fill_(POISON)
-    copy(bench, job, _CAST_WIDTHS[0])
-    bench.stream.synchronize()
+    pool, num_tokens = bench.poisoned(request, copy), request.num_tokens
+    source_type, sink_type = (getattr(torch, name) for name in cast[:2])
     for lo in range(0, LLAMA_8B.regions, 8):
-        given = content(bench.source, request.source, job.source_ids, lo, 8)[:, :num_tokens]
-        taken = content(pool, request.sink, job.sink_ids, lo, 8)[:, :num_tokens]
+        given = content(bench.source, request.source, request.source_ids, lo, 8)[:, :num_tokens]
+        taken = content(pool, request.sink, request.sink_ids, lo, 8)[:, :num_tokens]
         values, got = (
-            part[..., : side.tile.inner_nbytes].contiguous().view(getattr(torch, dtype)).float()
-            for part, side, dtype in zip((given.to(taken.device), taken), sides, cast, strict=False)
+            part[..., : side.tile.inner_nbytes].contiguous().view(dtype).float()
+            for part, side, dtype in (
+                (given.to(taken.device), sides[0], source_type),
+                (taken, sides[1], sink_type),
+            )
         )
         if cast[2] == "tokens":
-            scales = taken[..., -SCALE_NBYTES:].contiguous().view(torch.float32)
-            want = values * (1 / scales)
+            want = values * (1 / taken[..., -SCALE_NBYTES:].contiguous().view(torch.float32))
         else:
             ours, theirs = (
                 torch.tensor(side.values.scales[lo : lo + 8] or (1.0,), device=got.device)
@@ -356,17 +340,90 @@ def _check_cast(
                 if side.values
             )
             want = values * ours.view(-1, 1, 1, 1) / theirs.view(-1, 1, 1, 1)
-        largest = torch.finfo(getattr(torch, cast[1])).max
-        if cast[1].startswith("float8"):
+        if sink_type.itemsize == 1:
+            largest = torch.finfo(sink_type).max
             want = want.clamp(-largest, largest)
-        want = want.to(getattr(torch, cast[1])).float()
+        want = want.to(sink_type).float()
         if not bool(((got == want) | (got.isnan() & want.isnan())).all()):
             raise SystemExit(f"bench kernels: wrong values: {' '.join(cast)} {request.layouts}")
-    if not request.sink.is_untouched_beside(pool, job.sink_ids):
+    if not request.sink.is_untouched_beside(pool, request.sink_ids):
         raise SystemExit(f"bench kernels: wrote beside: {' '.join(cast)} {request.layouts}")
 
 
-def _make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Bench:
+# ------------------------------------------------------------------ in place, on one GPU
+
+REWRITES = {
+    "regroup 4 to 16": (BlockOrder(4, True), BlockOrder(16, True), 256),
+    "layout 16": (BlockOrder(16, True), BlockOrder(16, False), 256),
+    "layout 128": (BlockOrder(128, True), BlockOrder(128, False), 256),
+    "both 16 to 64": (BlockOrder(16, True), BlockOrder(64, False), 256),
+    "split 24 to 16, layout": (BlockOrder(24, True), BlockOrder(16, False), 256),
+    "both 4 to 16, 132": (BlockOrder(4, True), BlockOrder(16, False), 132),
+}
+"""The order received, the local one, and bytes of one head."""
+NUM_HEADS = 8
+_IN_PLACE_TOKENS = (1024, 8192)
+_ZERO_NBYTES = (4096, 32768, 131072)
+
+
+def run_rewrites(bench: Bench) -> None:
+    for num_tokens, (name, (received, local, width_nbytes)) in product(
+        _IN_PLACE_TOKENS, REWRITES.items()
+    ):
+        rewrite = BlockRewrite(NUM_HEADS, received, local)
+        num_blocks = max(1, num_tokens // rewrite.set_tokens) * rewrite.set_blocks
+        middle = (NUM_HEADS, local.block_tokens)
+        shape = (SPREAD * num_blocks, *(middle if local.by_head else middle[::-1]), width_nbytes)
+        device = bench.sink.device
+        pools = [
+            torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(PLANES)
+        ]
+        ids = torch.randperm(shape[0], device=device)[:num_blocks].contiguous()
+        kernel = partial(rewrite_blocks, plane_table(pools), ids, rewrite)
+        wants = [pool.clone() for pool in pools]
+        kernel()
+        for pool, want in zip(pools, wants, strict=True):
+            rewrite_blocks_ref(want, ids, rewrite)
+            if not torch.equal(pool, want):
+                raise SystemExit(f"bench kernels: {name}: wrong bytes")
+        nbytes = PLANES * num_blocks * pools[0][0].nbytes
+        works: dict[str, core.Work] = {"memcpy": bench.memcpy(nbytes), "kernel": kernel}
+        title = f"{name}, {num_blocks * local.block_tokens} tokens"
+        bench.compare("rewrite", title, nbytes, works, {"kernel": REWRITE_AIM})
+
+
+def run_zeroing(bench: Bench) -> None:
+    for num_tokens, block_nbytes in product(_IN_PLACE_TOKENS, _ZERO_NBYTES):
+        num_blocks = max(1, num_tokens * LLAMA_8B.token_nbytes // block_nbytes)
+        shape, device = (PLANES, SPREAD * num_blocks, block_nbytes), bench.sink.device
+        pools = torch.full(shape, POISON, dtype=torch.uint8, device=device)
+        ids = torch.randperm(shape[1], device=device)[:num_blocks].contiguous()
+        rows = [(pool.data_ptr(), block_nbytes, block_nbytes) for pool in pools]
+        segments = torch.tensor(rows, dtype=torch.int64, device=device)
+        kernel = partial(zero_blocks, segments, ids, block_nbytes)
+        kernel()
+        is_other = torch.ones(shape[1], dtype=torch.bool, device=device)
+        is_other[ids] = False
+        name = f"{num_blocks} blocks of {block_nbytes} bytes"
+        if any(pool[ids].any() or not (pool[is_other] == POISON).all() for pool in pools):
+            raise SystemExit(f"bench kernels: zero, {name}: wrong bytes")
+        nbytes = PLANES * num_blocks * block_nbytes
+        zero = pools.view(-1)[:nbytes].zero_
+        works: dict[str, core.Work] = {"torch zero_": zero, "kernel": kernel}
+        bench.compare("zero", name, nbytes, works, {"kernel": ZERO_AIM})
+
+
+# ------------------------------------------------------------------ the benchmark
+
+IN_PLACE = {"rewrite": run_rewrites, "zero": run_zeroing}
+SECTIONS = (*COPIES, "casts", *IN_PLACE)
+TEXT = (
+    "GB/s of payload, median; on one GPU each byte is read and written. The ratio is to the first "
+    "contender in the same round."
+)
+
+
+def make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Bench:
     sink_device = torch.device("cuda", 0)
     source_device = torch.device("cuda", 0 if where == "local" else 1)
     torch.cuda.set_device(sink_device)
@@ -384,41 +441,28 @@ def _make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Be
     return Bench(where, source, sink, flush, copier, stream, rounds, report)
 
 
-SECTIONS = {
-    section.__name__: section
-    for section in (pieces, widths, lengths, inner, gib, casts, cpu, pairs)
-}
-TEXT = (
-    "GB/s of payload, median; on one GPU each byte is read and written. The ratio is to the memcpy "
-    "of the same round."
-)
-
-
 def plot(report: core.Report) -> Plot | None:
     cells = [cell for cell in report.records.get("cells", []) if cell.section.startswith("pieces")]
-    names = dict.fromkeys((c.section, c.contender) for c in cells if c.contender != "memset")
     lines = [
         line(
-            f"{section.removeprefix('pieces, ')}: {contender}",
-            [cell for cell in cells if (cell.section, cell.contender) == (section, contender)],
-            _piece,
-            is_limit=contender == "memcpy",
+            f"{section.removeprefix('pieces, ')}: {way}",
+            [cell for cell in cells if (cell.section, cell.way) == (section, way)],
+            piece,
+            is_limit=way == "memcpy",
         )
-        for section, contender in names
+        for section, way in dict.fromkeys((cell.section, cell.way) for cell in cells)
     ]
     return plot_of("Copying kernel, by piece", "piece, bytes", "GB/s of payload", lines)
 
 
-def _piece(cell: core.Measured) -> tuple[float, float]:
+def piece(cell: core.Cell) -> tuple[float, float]:
     block_tokens = int(cell.case.split("->")[0][3:])
-    return block_tokens * LLAMA_8B.token_nbytes, cell.speed.gbps[1]
+    return block_tokens * LLAMA_8B.token_nbytes, cell.gbps[1]
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
     """Run the sections and write the results after each place."""
-    report = session.report(
-        *("kernels", "Copying kernel", core.by_section(TEXT), plot, ("triton",))
-    )
+    report = session.report("kernels", "Kernels", core.by_section(TEXT), plot, ("triton",))
     largest = between("HND64", "HND64", 32768).sink.nbytes
     has_peer = torch.cuda.device_count() > 1
     places = [where for where in options.where if where == "local" or has_peer]
@@ -426,9 +470,14 @@ def run(session: Session, options: argparse.Namespace) -> int:
         report.lost["peer"] = "expected two GPUs, found one"
     session.progress.plan(len(places) * len(options.sections))
     for where in places:
-        bench = _make_bench(where, largest, options.rounds, report)
+        bench = make_bench(where, largest, options.rounds, report)
         for section in options.sections:
-            SECTIONS[section](bench, options.blocks)
+            if section in COPIES:
+                run_copies(bench, section, options.blocks)
+            elif section == "casts":
+                run_casts(bench)
+            elif where == "local":
+                IN_PLACE[section](bench)
             session.progress.step()
         del bench
         torch.cuda.empty_cache()
@@ -445,7 +494,7 @@ BENCHMARK = Benchmark(
             list(SECTIONS),
             ["pieces", "lengths"],
             nargs="+",
-            choices=list(SECTIONS),
+            choices=SECTIONS,
             help="of",
         ),
         option("--where", list(_PLACES), nargs="+", choices=_PLACES, help="the source's GPU"),

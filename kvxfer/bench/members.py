@@ -22,7 +22,7 @@ from kvxfer.transports.base import LocalMemory
 
 SOURCE, SINK = SIDES = ("source", "sink")
 FLUSH_NBYTES = 256 << 20  # more than the caches of a GPU hold
-_CPU_FLUSH_NBYTES = 8 << 20
+_FLUSH_NBYTES = {"cpu": 8 << 20, "cuda": FLUSH_NBYTES}
 _libc = ctypes.CDLL(None)
 
 
@@ -108,18 +108,6 @@ def finish(*devices: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-class _Flush:
-    """Clears a device's caches, and wakes it up, before something is timed."""
-
-    def __init__(self, device: torch.device) -> None:
-        nbytes = _CPU_FLUSH_NBYTES if device.type == "cpu" else FLUSH_NBYTES
-        self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def __call__(self) -> None:
-        self._scratch.zero_()
-        finish(self._scratch.device)
-
-
 @dataclass(frozen=True, slots=True)
 class Usage:
     """``rss_nbytes``: resident memory, all of it."""
@@ -151,7 +139,10 @@ class Member:
         self.memories = {side: Memory(device, nbytes) for side, device in sides.items()}
         if SOURCE in self.memories:
             self.memories[SOURCE].fill_random(seed=5)
-        self._flushes = [_Flush(memory.device) for memory in self.memories.values()]
+        self._scratches = [
+            torch.empty(_FLUSH_NBYTES[memory.device.type], dtype=torch.uint8, device=memory.device)
+            for memory in self.memories.values()
+        ]
 
     def poison(self) -> None:
         sink = self.memories[SINK]
@@ -171,8 +162,10 @@ class Member:
         return usage_now()
 
     def flush(self) -> None:
-        for flush in self._flushes:
-            flush()
+        """Clear the caches of the devices, and wake them up, before something is timed."""
+        for scratch in self._scratches:
+            scratch.zero_()
+            finish(scratch.device)
 
     def run(self, way: str, request: Request) -> Timing:
         """Move the request once; only those whose turn it can be do."""

@@ -20,7 +20,6 @@ from kvxfer.bench.members import SINK, SOURCE, Devices, Member
 from kvxfer.bench.pools import Pool, Request
 
 _NUM_THREADS = 4  # what vLLM's connector sets for UCX
-_SGL = {"NIXL_UCX_SGL_ENABLE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ class Setting:
 
 SETTINGS = (
     Setting(f"NIXL READ, {_NUM_THREADS} threads", "READ"),
-    Setting(f"NIXL WRITE, {_NUM_THREADS} threads", "WRITE"),
-    Setting(f"NIXL WRITE, {_NUM_THREADS} threads, _SGL", "WRITE", tuple(_SGL.items())),
+    Setting(f"NIXL WRITE, {_NUM_THREADS} threads, _SGL", "WRITE", (("NIXL_UCX_SGL_ENABLE", "1"),)),
 )
+"""Between GPUs: as vLLM has it, and what was the fastest."""
 HOST_SETTINGS = (
     Setting("NIXL READ, default", "READ", num_threads=0),
     Setting("NIXL READ, no thread", "READ", num_threads=0, has_progress_thread=False),

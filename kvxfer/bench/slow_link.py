@@ -12,25 +12,26 @@ these end with the one that began, also when that is killed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import fcntl
 import os
 import select
 import signal
-import socket
 import statistics
 import struct
 import subprocess
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
-from kvxfer.bench.sockets import CONNECT_S, connect, hear, listen, say, without_delay
+from kvxfer.bench.core import ContenderLost
+from kvxfer.bench.frame import option
+from kvxfer.bench.sockets import Address, connect, listen
 from kvxfer.bench.workers import FORK_SERVER, Worker, close_all
 
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
@@ -40,7 +41,6 @@ _MTU_NBYTES = 1500
 _FRAME_OVERHEAD_NBYTES = 24
 """Preamble, checksum and gap around each Ethernet frame."""
 _NUM_TRIPS = 50
-_MESSAGE = bytes(8)
 _KEPT_FRAMES = 1 << 16
 QUEUE_S = 0.01
 """How much may wait before the link; a switch has about as much for each port."""
@@ -74,6 +74,17 @@ class Speed:
         return f"{self.bits_per_s / 1e9:g} Gbit/s, {self.delay_s * 1e3:g} ms each way"
 
 
+LINK_OPTIONS = (
+    option("--gbit", 1.0, type=float, help="of the link, a second (default 1)"),
+    option("--delay-ms", 1.0, type=float, help="one way (default 1)"),
+)
+
+
+def speed_of(options: argparse.Namespace) -> Speed:
+    """As LINK_OPTIONS say it."""
+    return Speed(options.gbit * 1e9, options.delay_ms / 1e3)
+
+
 @dataclass(frozen=True, slots=True)
 class _Relayed:
     """Frames that the link has carried and dropped, both ways; a frame may be 64 KiB long.
@@ -85,6 +96,31 @@ class _Relayed:
     num_dropped: int
     latest_s: float
     frames: tuple[tuple[float, int], ...]
+
+    @property
+    def words(self) -> str:
+        late_ms = self.latest_s * 1e3
+        return (
+            f"{self.num_carried} carried, {self.num_dropped} dropped, the latest {late_ms:.1f} ms "
+            "late"
+        )
+
+
+@contextlib.contextmanager
+def slow_link(speed: Speed, who: str) -> Iterator[SlowLink]:
+    """For a command: raises SystemExit where there can be no link, or where it or who needs it is
+    lost. ``who``: of what is said then.
+    """
+    try:
+        link = SlowLink(speed)
+    except LinkUnavailable as exc:
+        raise SystemExit(f"{who}: {exc}") from None
+    try:
+        yield link
+    except ContenderLost as exc:
+        raise SystemExit(f"{who}: {exc}") from None
+    finally:
+        link.close()
 
 
 class SlowLink:
@@ -275,50 +311,37 @@ def _check(result: int, call: str) -> None:
         raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
-# ------------------------------------------------------------------ how long a few bytes take
+# ------------------------------------------------------------------ how long a round trip takes
 
 
-class Echo:
-    """Says again whatever it hears, to one peer."""
+class Listener:
+    """Takes connections, which is the kernel's work."""
 
     def __init__(self, host: str) -> None:
         self._listener = listen(host)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
 
-    def address(self) -> tuple[str, int]:
+    def address(self) -> Address:
         host, port = self._listener.getsockname()
         return host, port
 
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # the peer has closed, or nobody came
-            self._listener.settimeout(CONNECT_S)
-            with without_delay(self._listener.accept()[0]) as sock:
-                sock.settimeout(None)
-                while True:
-                    say(sock, hear(sock))
-
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
 
 class RoundTrips:
-    def measure(self, address: tuple[str, int]) -> list[float]:
+    def measure(self, address: Address) -> list[float]:
+        """Seconds of connecting: there, and back."""
         taken_s = []
-        with connect(address) as sock:
-            for _ in range(_NUM_TRIPS):
-                started_s = time.perf_counter()
-                say(sock, _MESSAGE)
-                hear(sock)
+        for _ in range(_NUM_TRIPS):
+            started_s = time.perf_counter()
+            with connect(address):
                 taken_s.append(time.perf_counter() - started_s)
         return taken_s
 
 
 def round_trip_ms(link: SlowLink) -> float:
-    """The median of a few bytes, there and back."""
-    source = Worker("echo", link.inside(0, Echo), ADDRESSES[0], method=FORK_SERVER)
+    """The median."""
+    source = Worker("listener", link.inside(0, Listener), ADDRESSES[0], method=FORK_SERVER)
     sink = Worker("round trips", link.inside(1, RoundTrips), method=FORK_SERVER)
     try:
         taken_s: list[float] = sink.call(list, "measure", source.call(tuple, "address"))

@@ -1,8 +1,9 @@
-"""Many small transfers over one wire between two processes, and what these hold before and after.
+"""Many small transfers over one wire between two processes, and what these hold
+before and after.
 
-What a process holds is looked at after a warm-up (first connections, caches and pools of the
-libraries) and after each quarter. Whatever is kept for a transfer would show: over 100,000
-transfers 10 bytes each are a megabyte.
+What a process holds is looked at after a warm-up (first connections, caches and
+pools of the libraries) and after each quarter. Whatever is kept for a transfer
+would show: over 100,000 transfers 10 bytes each are a megabyte.
 """
 
 from __future__ import annotations
@@ -12,16 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer.bench.contenders import LIBRARIES, is_installed
-from kvxfer.bench.core import (
-    WIRE_PACKAGES,
-    Columns,
-    ContenderLost,
-    Report,
-    Table,
-    line_of,
-    table,
-    tell_lost,
-)
+from kvxfer.bench.core import WIRE_PACKAGES, Columns, ContenderLost, Report, Table, table, tell_lost
 from kvxfer.bench.frame import Benchmark, Session, option
 from kvxfer.bench.members import SINK, SOURCE, Devices, Usage
 from kvxfer.bench.pools import TINY, Request, request_of
@@ -40,56 +32,16 @@ so are 2000 that leave the smallest record that a wire has of one."""
 _STEP_S = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """One process: after the warm-up, and after each quarter of the transfers."""
-
-    side: str
-    usages: tuple[Usage, ...]
-
-    @property
-    def growth_nbytes(self) -> int:
-        """Of resident memory, from the first look to the last."""
-        return self.usages[-1].rss_nbytes - self.usages[0].rss_nbytes
-
-    def leaks(self) -> list[str]:
-        first, last = self.usages[0], self.usages[-1]
-        found = []
-        if self.growth_nbytes > MOST_GROWTH_NBYTES:
-            found.append(f"{self.side}: resident memory grew by {self.growth_nbytes} bytes")
-        if last.num_threads != first.num_threads:
-            found.append(f"{self.side}: {first.num_threads} threads became {last.num_threads}")
-        if last.num_descriptors != first.num_descriptors:
-            descriptors = f"{first.num_descriptors} descriptors became {last.num_descriptors}"
-            found.append(f"{self.side}: {descriptors}")
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Soaked:
-    """``duration_s``: of all transfers after the warm-up."""
-
-    wire: str
-    num_transfers: int
-    nbytes: int
-    duration_s: float
-    held: tuple[Held, ...]
-
-    def leaks(self) -> list[str]:
-        return [leak for held in self.held for leak in held.leaks()]
-
-
 class Soak:
     """Two processes that are connected by one wire. Raises ContenderLost, as all its methods do."""
 
     def __init__(self, wire: str, *, num_tokens: int = 16) -> None:
-        self.wire = wire
         self.request: Request = request_of(TINY, "HND16->NHD64", num_tokens, 4 * num_tokens)
         nbytes = max(self.request.source.nbytes, self.request.sink.nbytes)
+        given = Devices("cpu", "cpu", wire), nbytes
         config = wire_config(wire, staging_slots=4, chunk_nbytes=64 << 10)
-        devices = Devices("cpu", "cpu", wire)
         self._workers = {
-            side: Worker(f"{wire}, {side}", make, devices, nbytes, config, method=FORK_SERVER)
+            side: Worker(f"{wire}, {side}", make, *given, config, method=FORK_SERVER)
             for side, make in ((SOURCE, Giving), (SINK, Taking))
         }
         try:
@@ -115,8 +67,37 @@ class Soak:
         close_all(self._workers.values())
 
 
-def soak(wire: str, num_transfers: int, *, warm: int = WARM_TRANSFERS) -> Soaked:
-    """So many, after the warm-up. Raises ContenderLost."""
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One process: after the warm-up, and after each quarter of the transfers. ``duration_s``: of
+    all of them.
+    """
+
+    wire: str
+    num_transfers: int
+    nbytes: int
+    duration_s: float
+    side: str
+    usages: tuple[Usage, ...]
+
+    def leaks(self) -> list[str]:
+        first, last = self.usages[0], self.usages[-1]
+        found = []
+        grown_nbytes = last.rss_nbytes - first.rss_nbytes
+        if grown_nbytes > MOST_GROWTH_NBYTES:
+            found.append(f"{self.side}: resident memory grew by {grown_nbytes} bytes")
+        if last.num_threads != first.num_threads:
+            found.append(f"{self.side}: {first.num_threads} threads became {last.num_threads}")
+        if last.num_descriptors != first.num_descriptors:
+            descriptors = f"{first.num_descriptors} descriptors became {last.num_descriptors}"
+            found.append(f"{self.side}: {descriptors}")
+        return found
+
+
+def soak(wire: str, num_transfers: int, *, warm: int = WARM_TRANSFERS) -> list[Held]:
+    """So many, after the warm-up; both processes. Raises ContenderLost."""
+    if not is_installed(wire):
+        raise ContenderLost(f"{LIBRARIES[wire]} is not installed")
     pair = Soak(wire)
     try:
         pair.transfer(warm)
@@ -129,8 +110,8 @@ def soak(wire: str, num_transfers: int, *, warm: int = WARM_TRANSFERS) -> Soaked
             looks.append(pair.usages())
     finally:
         pair.close()
-    held = tuple(Held(side, tuple(look[side] for look in looks)) for side in (SOURCE, SINK))
-    return Soaked(wire, num_transfers, pair.request.nbytes, duration_s, held)
+    known = wire, num_transfers, pair.request.nbytes, duration_s
+    return [Held(*known, side, tuple(look[side] for look in looks)) for side in (SOURCE, SINK)]
 
 
 TEXT = (
@@ -140,46 +121,38 @@ TEXT = (
 )
 
 
-def _added(quarter: int) -> Callable[[tuple[Soaked, Held]], str]:
-    def text(row: tuple[Soaked, Held]) -> str:
-        earlier, later = row[1].usages[quarter - 1 : quarter + 1]
+def _added(quarter: int) -> Callable[[Held], str]:
+    def text(held: Held) -> str:
+        earlier, later = held.usages[quarter - 1 : quarter + 1]
         return f"{(later.rss_nbytes - earlier.rss_nbytes) / 1024:+g}"
 
     return text
 
 
-def _became(name: str) -> Callable[[tuple[Soaked, Held]], str]:
-    def text(row: tuple[Soaked, Held]) -> str:
-        first, *_, last = (getattr(usage, name) for usage in row[1].usages)
+def _became(name: str) -> Callable[[Held], str]:
+    def text(held: Held) -> str:
+        first, *_, last = (getattr(usage, name) for usage in held.usages)
         return f"{first} -> {last}"
 
     return text
 
 
-COLUMNS: Columns[tuple[Soaked, Held]] = {
-    "wire": lambda row: row[0].wire,
-    "process": lambda row: row[1].side,
-    "transfers": lambda row: str(row[0].num_transfers),
-    "bytes each": lambda row: str(row[0].nbytes),
-    "ms each": lambda row: f"{row[0].duration_s / row[0].num_transfers * 1e3:.3f}",
-    "memory KiB": lambda row: str(row[1].usages[0].rss_nbytes >> 10),
+COLUMNS: Columns[Held] = {
+    "wire": lambda held: held.wire,
+    "process": lambda held: held.side,
+    "transfers": lambda held: str(held.num_transfers),
+    "bytes each": lambda held: str(held.nbytes),
+    "ms each": lambda held: f"{held.duration_s / held.num_transfers * 1e3:.3f}",
+    "memory KiB": lambda held: str(held.usages[0].rss_nbytes >> 10),
     **{name: _added(number) for number, name in enumerate(("1st", "2nd", "3rd", "4th quarter"), 1)},
     "threads": _became("num_threads"),
     "descriptors": _became("num_descriptors"),
-    "leaks": lambda row: "; ".join(row[1].leaks()) or "none",
+    "leaks": lambda held: "; ".join(held.leaks()) or "none",
 }
 
 
 def tables(report: Report) -> list[Table]:
-    soaked: list[Soaked] = report.records.get("soaked", [])
-    return [
-        table(
-            "what is left", TEXT, COLUMNS, [(each, held) for each in soaked for held in each.held]
-        )
-    ]
-
-
-SHOWN = ("process", "leaks")
+    return [table("what is left", TEXT, COLUMNS, report.records["soaked"])]
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
@@ -188,26 +161,22 @@ def run(session: Session, options: argparse.Namespace) -> int:
         *("soak_cpu", "Many small transfers between two processes", tables),
         packages=WIRE_PACKAGES,
     )
-    found: list[Soaked] = []
-    report.records["soaked"] = found
+    soaked: list[Held] = []
+    report.records["soaked"] = soaked
     session.progress.plan(len(options.transport))
     for wire in options.transport:
-        if not is_installed(wire):
-            report.lost[wire] = f"{LIBRARIES[wire]} is not installed"
-            continue
         try:
-            found.append(soak(wire, options.transfers))
+            found = soak(wire, options.transfers)
         except ContenderLost as exc:
             report.lost[wire] = str(exc)
             tell_lost(wire, exc)
-            continue
-        report.begin(f"{wire}: {options.transfers} transfers", SHOWN)
-        for held in found[-1].held:
-            print(line_of(COLUMNS, (found[-1], held), SHOWN), flush=True)
+        else:
+            report.begin(f"{wire}: {options.transfers} transfers", ("process", "ms each", "leaks"))
+            for held in found:
+                report.add(COLUMNS, held, "soaked")
         report.write()
         session.progress.step()
-    report.write()
-    return int(any(soaked.leaks() for soaked in found))
+    return int(any(held.leaks() for held in soaked))
 
 
 BENCHMARK = Benchmark(

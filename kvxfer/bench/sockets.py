@@ -16,32 +16,37 @@ from kvxfer.bench.core import Timing, timed
 from kvxfer.bench.members import SINK, SOURCE, Devices, Member
 from kvxfer.bench.pools import Ids, Request
 
-SOCKETS, UNIX_SOCKETS = "sockets", "unix-sockets"
+SOCKETS = "sockets"
 CONNECT_S = 10.0
 _PIECES_A_CALL = 64
 """2 MiB of usual blocks: a call takes about that much, and what is left is cut again after each."""
 
-Address = tuple[str, int] | bytes
+Address = tuple[str, int]
 _LENGTH = struct.Struct("<Q")
 
 
 def connect(address: Address) -> socket.socket:
-    """TCP without Nagle's delay, or an abstract Unix socket."""
-    sock = socket.socket(socket.AF_UNIX if isinstance(address, bytes) else socket.AF_INET)
-    sock.settimeout(CONNECT_S)
-    sock.connect(address)
+    sock = socket.create_connection(address, CONNECT_S)
     sock.settimeout(None)
     return without_delay(sock)
 
 
 def without_delay(sock: socket.socket) -> socket.socket:
-    if sock.family == socket.AF_INET:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """TCP without Nagle's."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def listen(host: str) -> socket.socket:
     return socket.create_server((host, 0))
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """The next one that connects. Raises TimeoutError."""
+    listener.settimeout(CONNECT_S)
+    sock = listener.accept()[0]
+    sock.settimeout(None)
+    return without_delay(sock)
 
 
 def say(sock: socket.socket, message: bytes) -> None:
@@ -57,12 +62,7 @@ def hear(sock: socket.socket) -> bytes:
 
 def _exactly(sock: socket.socket, nbytes: int) -> bytes:
     found = bytearray(nbytes)
-    left = memoryview(found)
-    while left:
-        count = sock.recv_into(left)
-        if not count:
-            raise ConnectionError("sockets: expected more bytes, got the end of the stream")
-        left = left[count:]
+    receive_pieces(sock, memoryview(found), [0], nbytes)
     return bytes(found)
 
 
@@ -85,7 +85,7 @@ def receive_pieces(sock: socket.socket, pool: memoryview, offsets: list[int], nb
 
 def _batches(pool: memoryview, offsets: list[int], nbytes: int) -> Iterator[list[memoryview]]:
     for first in range(0, len(offsets), _PIECES_A_CALL):
-        yield [pool[at : at + nbytes] for at in offsets[first : first + _PIECES_A_CALL]]
+        yield [pool[at : at + nbytes] for at in offsets[first : first + _PIECES_A_CALL] if nbytes]
 
 
 def _advance(buffers: list[memoryview], count: int) -> None:
@@ -139,38 +139,31 @@ class SocketSource(Member):
 
 
 class SocketSink(Member):
-    """Asks for pieces, and takes them; over TCP, and where ``has_unix`` over a Unix socket, too."""
+    """Asks for pieces, and takes them."""
 
-    def __init__(self, devices: Devices, nbytes: int, host: str, has_unix: bool) -> None:
+    def __init__(self, devices: Devices, nbytes: int, host: str) -> None:
         super().__init__({SINK: devices.sink}, nbytes)
         self._view = self.memories[SINK].tensor.numpy().data
-        self._listeners = {SOCKETS: listen(host)}
-        if has_unix:
-            unix = socket.socket(socket.AF_UNIX)
-            unix.bind(b"")  # the kernel finds a free name
-            unix.listen()
-            self._listeners[UNIX_SOCKETS] = unix
-        self._sockets: dict[str, socket.socket] = {}
+        self._listener = listen(host)
+        self._socket: socket.socket | None = None
         self._pieces: dict[Request, tuple[bytes, list[int]]] = {}
 
-    def addresses(self) -> list[Address]:
+    def address(self) -> Address:
         """Where the source connects to, which it does at once."""
-        return [listener.getsockname() for listener in self._listeners.values()]
+        host, port = self._listener.getsockname()
+        return host, port
 
     def accept(self) -> None:
-        for way, listener in self._listeners.items():
-            listener.settimeout(CONNECT_S)
-            sock = listener.accept()[0]
-            sock.settimeout(None)
-            self._sockets[way] = without_delay(sock)
+        self._socket = accept(self._listener)
 
     def run(self, way: str, request: Request) -> Timing:
         """From the request, which names each piece, to the last byte."""
+        assert self._socket is not None
         if request not in self._pieces:
             given, taken = request.pieces()
             self._pieces[request] = (asking(request.source.block_nbytes, given), taken.tolist())
         asked_for, places = self._pieces[request]
-        sock, nbytes = self._sockets[way], request.source.block_nbytes
+        sock, nbytes = self._socket, request.source.block_nbytes
         self.flush()
         return timed(
             lambda: say(sock, asked_for),
@@ -178,7 +171,8 @@ class SocketSink(Member):
         )
 
     def close(self) -> None:
-        for sock in (*self._sockets.values(), *self._listeners.values()):
-            sock.close()
+        if self._socket is not None:
+            self._socket.close()
+        self._listener.close()
         self._view.release()
         super().close()

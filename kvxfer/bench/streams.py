@@ -51,7 +51,7 @@ BUDGET_S = 6.0
 """Of one contender in one case, after its least rounds."""
 TEXT = (
     "Wall time from the request to the last byte in place; ratios are to as many plain sockets, of "
-    "NIXL to one, each quantile to the same one."
+    "NIXL to one, in the same round."
 )
 
 
@@ -175,7 +175,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             contenders.start_wire(wire, requests[0], f" x{number}", zmq_streams=number)
             contenders.join()
         for setting in nixl_settings(torch.device(devices.sink).type):
-            contenders.start_nixl(setting, is_raw=True)
+            contenders.start_nixl(setting)
             contenders.join()
         report.records["trials"] = contenders.choices
         measured.cases(requests, options.rounds, BUDGET_S)

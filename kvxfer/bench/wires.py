@@ -8,20 +8,19 @@ report that everything is in place. One IO thread on each side drives the wire.
 from __future__ import annotations
 
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import zmq
 
 from kvxfer.bench.core import Timing, timed
-from kvxfer.bench.gpu import MatrixLoop
-from kvxfer.bench.members import SINK, SOURCE, Devices, Member, finish
+from kvxfer.bench.members import SINK, SOURCE, Devices, Member
 from kvxfer.bench.pools import Request
-from kvxfer.bench.sockets import CONNECT_S, connect, hear, listen, say, without_delay
+from kvxfer.bench.sockets import CONNECT_S, Address, accept, connect, hear, listen, say
 from kvxfer.config import Config, load_config
 from kvxfer.transfer.costs import REFERENCE_TOKENS, Workload
 from kvxfer.transfer.manifest import RankId, RankManifest
@@ -29,7 +28,6 @@ from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transfer.pull import block_chunk_nbytes, pull_class, route_nbytes
 from kvxfer.transports.base import (
     DirectSink,
-    LocalMemory,
     Packed,
     PeerGone,
     Readable,
@@ -41,6 +39,7 @@ from kvxfer.transports.base import (
     SendRequest,
     SinkTransport,
     TransferKey,
+    Trial,
 )
 from kvxfer.transports.channel import Context
 from kvxfer.transports.choice import Choice, choose
@@ -59,7 +58,6 @@ from kvxfer.transports.wake_up import WakeUp
 
 READ_S = 30.0
 LONGEST_WAIT_MS = 100  # a wire wakes us; this is for one that forgot
-MATRIX_COLUMNS = {"cuda": 8192, "cpu": 256}
 ZMQ_TCP = "zmq-tcp"
 """The wire zmq as between two hosts: without its Unix socket."""
 INCARNATION = b"bench-sink-bench"
@@ -161,7 +159,7 @@ class Giving(Member):
     def manifest(self) -> RankManifest:
         return self.given
 
-    def address(self) -> tuple[str, int]:
+    def address(self) -> Address:
         """Where a sink says what it wants."""
         host, port = self._listener.getsockname()
         return host, port
@@ -174,7 +172,7 @@ class Giving(Member):
                 if self._source is not None and isinstance(completion, Packed):
                     self._source.send_packed(completion.key, completion.sequence)
             if self._listener.fileno() in ready:
-                control = without_delay(self._listener.accept()[0])
+                control = accept(self._listener)
                 self._hands.watched = [control.fileno()]
             elif control is not None and control.fileno() in ready:
                 try:
@@ -216,69 +214,85 @@ class Wanted:
     chunk_nbytes: int
 
 
-class Reader:
-    """One sink's end of a wire; for one thread."""
+class Taking(Member):
+    """The sink; drives its wire while it waits."""
 
-    def __init__(self, memory: LocalMemory, wire: str, config: Config) -> None:
+    def __init__(self, devices: Devices, nbytes: int, config: Config) -> None:
+        super().__init__({SINK: devices.sink}, nbytes)
+        memory = self.memories[SINK].local
         self._hands = Hands(config)
         self.sink: SinkTransport
-        if wire in BETWEEN_HOSTS:
-            make_pipe = PIPES[BETWEEN_HOSTS[wire]]
+        if devices.wire in BETWEEN_HOSTS:
+            make_pipe = PIPES[BETWEEN_HOSTS[devices.wire]]
             self.sink = TcpSink(make_pipe, memory, config, *self._hands.all)
         else:
             (self.sink,) = make_sinks(memory, config, *self._hands.all).values()
-        self._source: RankManifest | None = None
+        self._met: tuple[RankManifest, Choice] | None = None
         self._control: socket.socket | None = None
-        self._choice: Choice | None = None
         self._num_reads = 0
         self._wanted: dict[Request, Wanted] = {}
 
-    def attach(self, source: RankManifest) -> None:
-        self._source = source
-        self.sink.attach(source)
-
-    def meet(self, source: RankManifest, address: tuple[str, int], request: Request) -> str:
-        """Try the wire, as a connector does at the first contact, for such requests, and connect to
-        the source; what the trial says.
+    def meet(self, source: RankManifest, address: Address | None, request: Request) -> str:
+        """Try the wire, as a connector does at the first contact, for such requests; what the trial
+        says. ``address``: where the source is asked; None: nobody is, the wire reads by itself.
         """
         copy_class, _ = request.copy_class()
         pulls = (pull_class(copy_class, 0, REFERENCE_TOKENS),)
         workload = Workload(route_nbytes(pulls), block_chunk_nbytes(pulls))
-        self._source = source
-        self._choice = choose({self.sink.name: self.sink}, source, workload)
-        if isinstance(self.sink, DirectSink):
-            self.sink.attach(source, self._choice.trial)
-        else:
-            self.sink.attach(source, self._choice.staging)
-        self._control = connect(address)
-        self._control.settimeout(CONNECT_S)
-        return str(self._choice)
+        choice = choose({self.sink.name: self.sink}, source, workload)
+        self._met = source, choice
+        self._attach(choice.trial)
+        if address is not None:
+            self._control = connect(address)
+            self._control.settimeout(CONNECT_S)
+        return str(choice)
 
-    def reattach(self) -> None:
-        assert self._source is not None
-        assert self._choice is not None
-        self.sink.detach(self._source.control_endpoint)
+    def _attach(self, trial: Trial | None) -> None:
+        source, choice = self._known
         if isinstance(self.sink, DirectSink):
-            self.sink.attach(self._source)
+            self.sink.attach(source, trial)
         else:
-            self.sink.attach(self._source, self._choice.staging)
+            self.sink.attach(source, choice.staging)
 
-    def begin(self, request: Request) -> Callable[[], None]:
+    @property
+    def _known(self) -> tuple[RankManifest, Choice]:
+        if self._met is None:
+            raise RuntimeError("sink: expected meet before run")
+        return self._met
+
+    def run(self, way: str, request: Request) -> Timing:
+        ask = self._begin(request)
+        self.flush()
+        return timed(ask, self._wait)
+
+    def many(self, request: Request, count: int) -> float:
+        """One after the other; seconds of all."""
+        started_s = time.perf_counter()
+        for _ in range(count):
+            self._begin(request)()
+            self._wait()
+        return time.perf_counter() - started_s
+
+    def reattach(self, request: Request, times: int) -> None:
+        """Leave the source, come back and read once, again and again."""
+        for _ in range(times):
+            self.sink.detach(self._known[0].control_endpoint)
+            self._attach(None)
+            self.many(request, 1)
+
+    def _begin(self, request: Request) -> Callable[[], None]:
         """What asks for a new read of it; kernels that it needs are compiled before."""
-        if self._source is None:
-            raise RuntimeError("sink: expected attach before run")
-        if (
-            request not in self._wanted
-        ):  # a connector has its classes from a plan, and so has a wire
+        source, choice = self._known
+        if request not in self._wanted:
+            # A connector has its classes from a plan, and so has a wire
             copy_class, pull = request.copy_class()
-            self.sink.trial(self._source, CONNECT_S, (copy_class,)).close()
+            self.sink.trial(source, CONNECT_S, (copy_class,)).close()
             ids = tuple(request.source_ids.tolist()), tuple(request.sink_ids.tolist())
-            chunk_nbytes = self._choice.chunk_nbytes(request.nbytes) if self._choice else 0
+            chunk_nbytes = choice.chunk_nbytes(request.nbytes)
             self._wanted[request] = Wanted(copy_class, pull, *ids, chunk_nbytes)
         self._num_reads += 1
         key = TransferKey(self._num_reads.to_bytes(16), INCARNATION, "pp0tp0", "pp0tp0")
-        wanted, source = self._wanted[request], self._source
-        return lambda: self._ask(key, source, wanted)
+        return partial(self._ask, key, source, self._wanted[request])
 
     def _ask(self, key: TransferKey, source: RankManifest, wanted: Wanted) -> None:
         classes, pulls = (wanted.copy_class,), (wanted.pull,)
@@ -301,7 +315,7 @@ class Reader:
             granted = msgspec.msgpack.decode(hear(self._control), type=SendIds).ids
             self.sink.submit_read(read((granted,), 0))
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Until the wire says that the read is done, as an IO thread waits: asleep. Raises
         RuntimeError where it breaks, TimeoutError.
         """
@@ -323,116 +337,4 @@ class Reader:
             self._control.close()
         self.sink.close()
         self._hands.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Disturbed:
-    """A matrix loop while pulls follow each other: its time, that of it alone, and the pulls' GB/s.
-
-    ``programs`` 0: no pulls.
-    """
-
-    loop: str
-    programs: int
-    taken_ms: tuple[float, ...]
-    alone_ms: float
-    gbps: float
-
-
-class Taking(Member):
-    """The sink; drives its wire while it waits."""
-
-    def __init__(self, devices: Devices, nbytes: int, config: Config) -> None:
-        super().__init__({SINK: devices.sink}, nbytes)
-        self._devices, self._config = devices, config
-        self._reader = self._new_reader(config)
-
-    def _new_reader(self, config: Config) -> Reader:
-        return Reader(self.memories[SINK].local, self._devices.wire, config)
-
-    def attach(self, source: RankManifest) -> None:
-        self._reader.attach(source)
-
-    def meet(self, source: RankManifest, address: tuple[str, int], request: Request) -> str:
-        return self._reader.meet(source, address, request)
-
-    def run(self, way: str, request: Request) -> Timing:
-        ask = self._reader.begin(request)
-        self.flush()
-        return timed(ask, self._reader.wait)
-
-    def many(self, request: Request, count: int) -> float:
-        """One after the other; seconds of all."""
-        started_s = time.perf_counter()
-        for _ in range(count):
-            self._reader.begin(request)()
-            self._reader.wait()
-        return time.perf_counter() - started_s
-
-    def reattach(self, request: Request, times: int) -> None:
-        """Leave the source, come back and read once, again and again."""
-        for _ in range(times):
-            self._reader.reattach()
-            self.many(request, 1)
-
-    def disturb(
-        self, source: RankManifest, request: Request, rows: int, widths: list[int], rounds: int
-    ) -> list[Disturbed]:
-        """A matrix loop on this process's GPU, alone and beside pulls of several widths."""
-        device = self.memories[SINK].device
-        loop = MatrixLoop(device, rows, MATRIX_COLUMNS[device.type])
-        loop.run_ms()
-        alone_ms = statistics.median(loop.run_ms() for _ in range(rounds))
-        found: list[Disturbed] = []
-        for programs in widths:
-            if not programs:
-                taken = tuple(loop.run_ms() for _ in range(rounds))
-                found.append(Disturbed(loop.name, 0, taken, alone_ms, 0.0))
-                continue
-            config = self._config
-            if self._devices.wire == "cuda_ipc":
-                config = msgspec.structs.replace(config, launch_programs=programs)
-            reader = self._new_reader(config)
-            try:
-                reader.attach(source)
-                taken, gbps = _beside_pulls(loop, reader, request, rounds)
-            finally:
-                reader.close()
-                finish(device)
-            found.append(Disturbed(loop.name, programs, taken, alone_ms, gbps))
-        return found
-
-    def close(self) -> None:
-        self._reader.close()
         super().close()
-
-
-def _beside_pulls(
-    loop: MatrixLoop, reader: Reader, request: Request, rounds: int
-) -> tuple[tuple[float, ...], float]:
-    """The loop's times while another thread pulls without a pause, and the pulls' GB/s."""
-    pulling, over = threading.Event(), threading.Event()
-    speeds: list[float] = []
-
-    def pull() -> None:
-        num_done, started_s = 0, time.perf_counter()
-        while not over.is_set():
-            reader.begin(request)()
-            pulling.set()
-            reader.wait()
-            num_done += 1
-        speeds.append(num_done * request.nbytes / (time.perf_counter() - started_s) / 1e9)
-
-    reader.begin(request)()
-    reader.wait()  # the first one may compile
-    thread = threading.Thread(target=pull)
-    thread.start()
-    try:
-        pulling.wait(READ_S)
-        taken = tuple(loop.run_ms() for _ in range(rounds))
-    finally:
-        over.set()
-        thread.join()
-    if not speeds:
-        raise RuntimeError("pulls: expected some beside the matrix loop, they broke")
-    return taken, speeds[0]

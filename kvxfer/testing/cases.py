@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, PullClass, RegionName, Side, Tile
@@ -14,20 +15,31 @@ NUM_BLOCKS = 40
 """Blocks of every made-up pool; requests use some of them, in no order."""
 
 
+_CACHE = re.compile(r"(\w{3}) (\d+)(?:/(\d+))? x(\d+)(?: \+(\d+))?")
+
+
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """How one side stores its regions.
-
-    ``token_major`` is NHD; ``pad_nbytes`` lies behind each kernel block. ``is_turned``: it holds
-    [head][channel][token] instead, in channels of the case's size.
+    """How one side stores its regions: NHD, HND, or HDN, [head][channel][token] in channels of the
+    case's size. ``pad_nbytes`` lies behind each kernel block.
     """
 
-    token_major: bool
+    order: str
     block_tokens: int
     kernel_tokens: int
     num_heads: int
-    pad_nbytes: int = 0
-    is_turned: bool = False
+    pad_nbytes: int
+
+    @classmethod
+    def parse(cls, text: str) -> Cache:
+        """``NHD 24/8 x4 +5``: blocks of 24 tokens in kernel blocks of 8, 4 heads, 5 bytes behind.
+        Raises ValueError.
+        """
+        found = _CACHE.fullmatch(text)
+        if found is None:
+            raise ValueError(f"cache: expected one like NHD 24/8 x4 +5, got {text!r}")
+        order, block, kernel, heads, pad = found.groups()
+        return cls(order, int(block), int(kernel or block), int(heads), int(pad or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +47,7 @@ class Case:
     """One transfer.
 
     The source's heads from ``head_lo`` on become all heads of the sink. ``channel_nbytes``: of what
-    either side has turned, else 0.
+    either side has apart, else 0.
     """
 
     name: str
@@ -48,101 +60,35 @@ class Case:
     token_hi: int
     chunk_nbytes: int
     channel_nbytes: int = 0
-    interior: Interior = Interior.PLAIN
+    interior: Interior = field(default=Interior.PLAIN, kw_only=True)
+
+
+def _case(
+    name: str, source: str, sink: str, *numbers: int, interior: Interior = Interior.PLAIN
+) -> Case:
+    return Case(name, Cache.parse(source), Cache.parse(sink), *numbers, interior=interior)
 
 
 CASES = (
-    Case("equal", Cache(False, 16, 16, 2), Cache(False, 16, 16, 2), 4, 16, 0, 0, 130, 2048),
-    Case(
-        "HND 16 to NHD 32", Cache(False, 16, 16, 2), Cache(True, 32, 32, 2), 4, 8, 0, 0, 200, 4096
-    ),
-    Case(
-        "NHD 24 in 8 to HND 16", Cache(True, 24, 8, 4), Cache(False, 16, 16, 2), 3, 8, 1, 0, 97, 600
-    ),
-    Case(
-        "prefix, odd rows, padding",
-        Cache(False, 8, 8, 3, 5),
-        Cache(True, 24, 8, 1, 3),
-        5,
-        7,
-        2,
-        29,
-        121,
-        512,
-    ),
-    Case(
-        "the window of a long prompt",
-        Cache(False, 16, 16, 2),
-        Cache(True, 24, 8, 2, 3),
-        4,
-        8,
-        0,
-        464,
-        515,
-        1024,
-    ),
-    Case("one token", Cache(True, 16, 16, 1), Cache(False, 8, 8, 1), 2, 32, 0, 3, 4, 1 << 20),
-    Case("nothing", Cache(True, 16, 16, 1), Cache(False, 8, 8, 1), 2, 32, 0, 5, 5, 1 << 20),
-    Case(
-        "one chunk larger than asked",
-        Cache(True, 32, 32, 2),
-        Cache(True, 64, 64, 2),
-        1,
-        64,
-        0,
-        0,
-        256,
-        100,
-    ),
-    Case(
-        "channels apart at the source",
-        Cache(False, 16, 16, 4, is_turned=True),
-        Cache(True, 24, 8, 2),
-        3,
-        8,
-        1,
-        5,
-        130,
-        1024,
-        channel_nbytes=2,
-    ),
-    Case(
-        "channels apart at the sink",
-        Cache(True, 24, 8, 3),
-        Cache(False, 32, 32, 2, is_turned=True),
-        3,
-        12,
-        1,
-        45,
-        170,
-        2048,
-        channel_nbytes=4,
-    ),
-    Case(
-        "channels apart on both sides",
-        Cache(False, 32, 32, 2, 5, is_turned=True),
-        Cache(False, 24, 24, 2, 3, is_turned=True),
-        3,
-        12,
-        0,
-        24,
-        163,
-        1500,
-        channel_nbytes=4,
-    ),
-    Case(
-        "opaque blocks",
-        Cache(False, 16, 8, 2),
-        Cache(False, 16, 8, 2, 5),
-        4,
-        9,
-        0,
-        32,
-        144,
-        600,
+    _case("equal", "HND 16 x2", "HND 16 x2", 4, 16, 0, 0, 130, 2048),
+    _case("HND 16 to NHD 32", "HND 16 x2", "NHD 32 x2", 4, 8, 0, 0, 200, 4096),
+    _case("NHD 24 in 8 to HND 16", "NHD 24/8 x4", "HND 16 x2", 3, 8, 1, 0, 97, 600),
+    _case("prefix, odd rows, padding", "HND 8 x3 +5", "NHD 24/8 x1 +3", 5, 7, 2, 29, 121, 512),
+    _case("the window of a long prompt", "HND 16 x2", "NHD 24/8 x2 +3", 4, 8, 0, 464, 515, 1024),
+    _case("one token", "NHD 16 x1", "HND 8 x1", 2, 32, 0, 3, 4, 1 << 20),
+    _case("nothing", "NHD 16 x1", "HND 8 x1", 2, 32, 0, 5, 5, 1 << 20),
+    _case("one chunk larger than asked", "NHD 32 x2", "NHD 64 x2", 1, 64, 0, 0, 256, 100),
+    _case("channels apart at the source", "HDN 16 x4", "NHD 24/8 x2", 3, 8, 1, 5, 130, 1024, 2),
+    _case("channels apart at the sink", "NHD 24/8 x3", "HDN 32 x2", 3, 12, 1, 45, 170, 2048, 4),
+    _case("channels apart on both", "HDN 32 x2 +5", "HDN 24 x2 +3", 3, 12, 0, 24, 163, 1500, 4),
+    _case(
+        *("opaque blocks", "HND 16/8 x2", "HND 16/8 x2 +5"),
+        *(4, 9, 0, 32, 144, 600),
         interior=Interior.OPAQUE,
     ),
 )
+"""Numbers: regions, bytes of a head's token, first head, tokens from and to, bytes of a chunk and
+of a channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +125,8 @@ def make_move(case: Case, seed: int, slot: int = 0, num_slots: int = 1) -> Move:
             inner_nbytes=case.inner_nbytes,
             order=DenseOrder(
                 case.sink.kernel_tokens,
-                case.sink.token_major,
-                case.channel_nbytes if case.sink.is_turned else 0,
+                case.sink.order == "NHD",
+                case.channel_nbytes if case.sink.order == "HDN" else 0,
             ),
             token_lo=case.token_lo,
             token_hi=case.token_hi,
@@ -230,17 +176,16 @@ def _address(side: Side, region: int, ids: tuple[int, ...], token: int, head: in
 
 
 def _stride_channel(cache: Cache, case: Case) -> int:
-    return case.channel_nbytes * (cache.kernel_tokens if cache.is_turned else 1)
+    return case.channel_nbytes * (cache.kernel_tokens if cache.order == "HDN" else 1)
 
 
 def _side(cache: Cache, case: Case, head_lo: int, num_heads: int, lo: int) -> Side:
     inner = case.inner_nbytes
-    if cache.is_turned:
-        stride_token, stride_head = case.channel_nbytes, cache.kernel_tokens * inner
-    elif cache.token_major:
-        stride_token, stride_head = cache.num_heads * inner, inner
-    else:
-        stride_token, stride_head = inner, cache.kernel_tokens * inner
+    stride_token, stride_head = {
+        "HDN": (case.channel_nbytes, cache.kernel_tokens * inner),
+        "NHD": (cache.num_heads * inner, inner),
+        "HND": (inner, cache.kernel_tokens * inner),
+    }[cache.order]
     return Side(
         group=0,
         tile=Tile(

@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from kvxfer.bench.core import Columns, Report, Table, table
+from kvxfer.bench.core import (
+    Columns,
+    Report,
+    Table,
+    Tail,
+    number_text,
+    table,
+    tail_columns,
+    tail_of,
+)
 from kvxfer.bench.plots import Plot, line, plot_of
 from scripts.benchmarks.load_plan import Job
 
@@ -168,20 +177,6 @@ class Objective:
     def __str__(self) -> str:
         known = {name: getattr(self, name) for name in _OBJECTIVES}
         return ", ".join(f"{n} {ms:g} ms" for n, ms in known.items() if ms < math.inf) or "it ends"
-
-
-Tail = tuple[float, float, float, float]
-"""p50, p90, p99 and the maximum; nan where nothing was measured."""
-NO_TAIL: Tail = (math.nan,) * 4
-
-
-def tail_of(values: Iterable[float]) -> Tail:
-    """Without values that are nan."""
-    found = np.array([value for value in values if not math.isnan(value)])
-    if not len(found):
-        return NO_TAIL
-    p50, p90, p99 = np.percentile(found, [50, 90, 99]).tolist()
-    return p50, p90, p99, float(found.max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,19 +364,8 @@ def leading(tokens: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
 
 
-def _number(value: float, digits: int = 1) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
-
-
 def _share(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.0%}"
-
-
-def _tail(name: str, tail: Callable[[Cell], Tail]) -> Columns[Cell]:
-    def column(at: int) -> Callable[[Cell], str]:
-        return lambda cell: _number(tail(cell)[at])
-
-    return {f"{name} {q}": column(at) for at, q in enumerate(("p50", "p90", "p99", "max"))}
 
 
 CELL: Columns[Cell] = {
@@ -389,17 +373,17 @@ CELL: Columns[Cell] = {
     "requests": lambda cell: str(cell.requests),
     "failed": lambda cell: str(cell.failed),
     "recomputed": lambda cell: str(cell.recomputed),
-    **_tail("TTFT", lambda cell: cell.ttft_ms),
-    **_tail("hand-over", lambda cell: cell.handover_ms),
-    "beyond floor p50": lambda cell: _number(cell.beyond_floor_ms),
-    **_tail("between tokens", lambda cell: cell.gap_ms),
-    "tokens/s": lambda cell: _number(cell.tokens_per_s),
-    "requests/s": lambda cell: _number(cell.requests_per_s, 2),
-    "good/s": lambda cell: _number(cell.good_per_s, 2),
+    **tail_columns("TTFT", lambda cell: cell.ttft_ms),
+    **tail_columns("hand-over", lambda cell: cell.handover_ms),
+    "beyond floor p50": lambda cell: number_text(cell.beyond_floor_ms),
+    **tail_columns("between tokens", lambda cell: cell.gap_ms),
+    "tokens/s": lambda cell: number_text(cell.tokens_per_s),
+    "requests/s": lambda cell: number_text(cell.requests_per_s, 2),
+    "good/s": lambda cell: number_text(cell.good_per_s, 2),
     "good": lambda cell: _share(cell.good_share),
     "equal tokens": lambda cell: _share(cell.equal),
     "equal first": lambda cell: _share(cell.equal_first),
-    "blocks a run": lambda cell: _number(cell.run_blocks),
+    "blocks a run": lambda cell: number_text(cell.run_blocks),
 }
 CHECK: Columns[Check] = {
     "contender": lambda check: check.contender,
@@ -412,11 +396,11 @@ AIMED: Columns[Aim] = {
     "load": lambda aim: aim.load,
     "contender": lambda aim: aim.contender,
     "chunks": lambda aim: str(aim.num_chunks),
-    "prefill": lambda aim: _number(aim.prefill_ms),
-    "transfer": lambda aim: _number(aim.transfer_ms),
-    "TTFT in turn": lambda aim: _number(aim.in_turn_ms),
-    "together": lambda aim: _number(aim.together_ms),
-    "aim": lambda aim: _number(aim.bound_ms),
+    "prefill": lambda aim: number_text(aim.prefill_ms),
+    "transfer": lambda aim: number_text(aim.transfer_ms),
+    "TTFT in turn": lambda aim: number_text(aim.in_turn_ms),
+    "together": lambda aim: number_text(aim.together_ms),
+    "aim": lambda aim: number_text(aim.bound_ms),
     "met": lambda aim: "yes" if aim.is_met else "no",
 }
 AIM_TEXT = (

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.bench.core import Report, Timing, cells_of
+from kvxfer.bench.pools import LLAMA_8B, request_of
+from kvxfer.bench.transfer_report import case_of
 from scripts.readme_tables import ROOT, engines_table, wires_table, with_tables
+from scripts.wire_figures import times_of
 
 
 def test_the_readme_has_the_newest_results() -> None:
@@ -54,6 +58,23 @@ def test_the_best_setting_of_a_peer_is_shown() -> None:
         "| NIXL READ, default, blocks as they are | 2.00 | 1.50 |",
         "| kvxfer `shm`, other blocks | 7.00 | 1.50 |",
     ]
+
+
+def test_what_a_benchmark_writes_is_what_is_read(tmp_path: Path) -> None:
+    report = Report(tmp_path, "transfer_host", "t", {"command": "c"}, lambda _: [], date="d")
+    for layouts in ("HND16->HND16", "HND16->NHD64"):
+        case = case_of(request_of(LLAMA_8B, layouts, 512, 512))
+        ways = {"sockets": 0.02, "kvxfer shm": 0.01, "NIXL READ, default": 0.04}
+        taken = {way: [Timing(total_s)] for way, total_s in ways.items()}
+        report.records.setdefault("cells", []).extend(cells_of(case, taken, lambda _: "sockets"))
+    report.write()
+    file = tmp_path / "transfer_host_d.json"
+    assert wires_table(json.loads(file.read_text())).splitlines()[2:] == [
+        "| plain TCP sockets | 3.36 | 1.00 |",
+        *["| NIXL READ, default, blocks as they are | 1.68 | 0.50 |"] * 2,
+        "| kvxfer `shm`, other blocks | 6.71 | 2.00 |",
+    ]
+    assert times_of(file, {"way": "kvxfer shm"}) == [(64 << 20, 0.01)] * 2
 
 
 def test_a_table_that_nobody_makes_is_named() -> None:

@@ -63,13 +63,18 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         del sys.modules[name]
 
 
+@pytest.fixture
+def trace(modules: dict[str, ModuleType]) -> Iterator[CallTrace]:
+    yield CallTrace(["traced_example"])
+    sys.setprofile(None)
+    threading.setprofile(None)
+
+
 def test_calls_are_kept_with_their_depth_and_thread_while_it_is_on(
-    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+    modules: dict[str, ModuleType], trace: CallTrace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A busy machine takes a thread away in the middle of a call that does nothing
     monkeypatch.setattr(call_trace, "LEAST_S", 0.0009)
-    trace = CallTrace()
-    trace.wrap_packages(["traced_example"])
     outer, inner = modules["outer"], modules["inner"]
     assert outer.twice() == 0.002
     assert trace.stop() == []
@@ -89,7 +94,7 @@ def test_calls_are_kept_with_their_depth_and_thread_while_it_is_on(
         *[(main, 0, "twice"), (main, 1, "nap"), (main, 1, "nap")],
         *[(main, 0, "Sleeper.__init__"), (main, 1, "nap")],
         *[("other", 0, "Sleeper.sleep"), ("other", 1, "nap")],
-        (main, 0, "nap"),
+        *[(main, 0, "numbers"), (main, 1, "nap")],
     ]
     outside, first, second = calls[:3]
     assert outside.started_s <= first.started_s < first.ended_s <= second.started_s
@@ -98,9 +103,9 @@ def test_calls_are_kept_with_their_depth_and_thread_while_it_is_on(
     assert first.line(first.started_s - 0.005).split()[:1] == ["5000"]
 
 
-def test_a_call_that_raises_is_kept_and_raises(modules: dict[str, ModuleType]) -> None:
-    trace = CallTrace()
-    trace.wrap_packages(["traced_example"])
+def test_a_call_that_raises_is_kept_and_raises(
+    modules: dict[str, ModuleType], trace: CallTrace
+) -> None:
     sleeper = modules["inner"].Sleeper()
     sleeper.total_s = 2
     trace.start()

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.bench.core import Report
+from kvxfer.bench.core import Report, tail_of
 from scripts import vllm_load
 from scripts.benchmarks.load_host import DECODE, PREFILL, WHOLE, EngineHost, Part
 from scripts.benchmarks.load_plan import (
@@ -56,7 +56,6 @@ from scripts.benchmarks.load_stats import (
     plot_for,
     summary,
     tables,
-    tail_of,
 )
 
 # ------------------------------------------------------------------ requests

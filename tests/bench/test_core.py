@@ -8,15 +8,16 @@ import pytest
 
 from kvxfer.bench.core import (
     LEAST_ROUNDS,
+    Case,
     Columns,
     ContenderLost,
     Timing,
+    cell_of,
+    cells_of,
     goal_text,
     line_of,
     measure,
     quantiles,
-    speed_of,
-    speeds,
     table,
     timed,
 )
@@ -74,15 +75,26 @@ def test_who_is_lost_is_out_and_the_others_go_on() -> None:
 def test_ratios_are_those_of_each_round() -> None:
     limit = [Timing(1.0), Timing(2.0), Timing(4.0)]
     ours = [Timing(2.0), Timing(2.0), Timing(16.0)]
-    found = speeds(8e9, {"limit": limit, "ours": ours})
+    case = Case(name="a case", nbytes=8_000_000_000)
+    found = {cell.way: cell for cell in cells_of(case, {"limit": limit, "ours": ours})}
     assert found["ours"].ratio == 0.5  # the median of 0.5, 1 and 0.25
     assert found["limit"].ratio == 1.0
-    assert found["ours"].ms[1] == 2000.0
+    assert found["ours"].p50_ms == 2000.0
     assert found["ours"].gbps[1] == pytest.approx(4.0)
     assert found["ours"].num_rounds == 3
-    assert speed_of(8e9, ours[:2], limit).ratio == 0.75  # a round that one left out counts not
-    assert speed_of(8e9, ours).ratio is None
+    assert cell_of(case, "ours", ours[:2], limit).ratio == 0.75  # a round that one left out: not
+    assert cell_of(case, "ours", ours).ratio is None
     assert quantiles([1.0, 2.0, 3.0])[1] == 2.0
+
+
+def test_each_way_has_its_limit_and_its_aim() -> None:
+    taken = {"a": [Timing(1.0)], "b": [Timing(2.0)], "b of a": [Timing(4.0)]}
+    limits = {"b of a": "b", "b": "b", "a": "none"}
+    aims = {"b of a": 0.6, "a": 1.0}
+    found = cells_of(Case(name="c", nbytes=1), taken, limits.__getitem__, aims.get)
+    assert [(cell.ratio, cell.aim) for cell in found] == [
+        *((None, ""), (1.0, ""), (0.5, "0.6 MISSED")),
+    ]
 
 
 def test_what_is_asked_and_what_is_waited_for_are_timed() -> None:
@@ -96,7 +108,7 @@ def test_what_is_asked_and_what_is_waited_for_are_timed() -> None:
 
 @pytest.mark.parametrize(
     ("reached", "wanted", "said"),
-    [(0.9, 0.9, "0.90 met"), (0.8, 0.9, "0.90 MISSED"), (None, 0.9, ""), (0.8, None, "")],
+    [(0.9, 0.9, "0.9 met"), (0.8, 0.9, "0.9 MISSED"), (None, 0.9, ""), (0.8, None, "")],
 )
 def test_goals(reached: float | None, wanted: float | None, said: str) -> None:
     assert goal_text(reached, wanted) == said

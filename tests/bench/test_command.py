@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench import command
-from kvxfer.bench.core import Report, Timing, head_of, line_of
+from kvxfer.bench import cache, command
+from kvxfer.bench.core import CELL, SHOWN, Cell, Report, Timing, cells_of, head_of, line_of
 from kvxfer.bench.frame import Progress, Session, words_of
 from kvxfer.bench.plots import MOST_LINES, Line, Plot, draw, plot_of
 from kvxfer.bench.pools import TINY, request_of
-from kvxfer.bench.transfer_report import SHOWN, WATCHED, Cell, cells_of, speed_plot
+from kvxfer.bench.transfer_report import case_of, speed_plot
 
 NAMES = list(command.BENCHMARKS)
 
@@ -31,13 +31,13 @@ def test_help_fits_80_columns(names: list[str], monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_not_given_is_usual_or_quick() -> None:
     for arguments, expected in (
-        ([], (64, 15, 1)),
-        (["--quick"], (16, 7, 1)),
-        (["--quick", "--mib", "3"], (3, 7, 1)),
+        ([], (100_000, "zmq")),
+        (["--quick"], (4_000, "zmq")),
+        (["--quick", "--transfers", "3"], (3, "zmq")),
     ):
-        given = command.parser_of(["strided-copy"]).parse_args(arguments)
-        options = command.options_of("strided-copy", given, given)
-        assert (options.mib, options.rounds, options.threads) == expected
+        given = command.parser_of(["soak"]).parse_args(arguments)
+        options = command.options_of("soak", given, given)
+        assert (options.transfers, options.transport[1]) == expected
     # One of several: only what all have in common was given.
     assert command.options_of("cache", Namespace(quick=True)).pools == [1_000, 100_000]
 
@@ -45,7 +45,7 @@ def test_what_is_not_given_is_usual_or_quick() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nothing"], "NAME: expected cache, strided-copy, transfer"),
+        (["nothing"], "NAME: expected cache, transfer, connector"),
         (["--quick", "cache"], "unrecognized arguments: cache"),
         (["transfer", "--tokens", "0"], "--tokens: expected at least 1, got 0"),
         (["transfer", "--layouts", "HND16"], "write HND16->NHD64, say"),
@@ -97,11 +97,11 @@ def test_all_of_them_are_those_that_can_run(
     monkeypatch.setattr(command, "benchmark", Told)
     assert command.main(["--quick", "--note", "a test"]) == 1
     line = "kvxfer bench --quick --note 'a test'"
-    able = ("cache", "strided-copy", "transfer", "connector")
+    able = ("cache", "transfer", "connector")
     assert ran == [(name, line) for name in able]
     said = capsys.readouterr().out
     assert "kernels: left out: expected a CUDA device, found none\n" in said
-    assert "== cache (1 of 4), about 38 s left for all\n" in said
+    assert "== cache (1 of 3)\n" in said
 
 
 def test_ctrl_c_says_where_the_results_are(
@@ -111,7 +111,7 @@ def test_ctrl_c_says_where_the_results_are(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvxfer.bench.core.measure", stop)
-    assert command.main(["strided-copy", "--mib", "1", "--out", str(tmp_path)]) == 130
+    assert command.main(["cache", "--pools", "500", "--out", str(tmp_path)]) == 130
     assert f"stopped; what was measured until then is in {tmp_path}" in capsys.readouterr().out
 
 
@@ -119,13 +119,19 @@ def test_results_go_into_a_folder_of_the_day(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command.main(["strided-copy", "--quick", "--mib", "1", "--rounds", "2"]) == 0
-    (path,) = tmp_path.glob("kvxfer-bench/????-??-??/strided_copy_*.json")
-    facts = json.loads(path.read_text())["facts"]
-    assert facts["command"] == "kvxfer bench strided-copy --quick --mib 1 --rounds 2"
+    monkeypatch.setattr(cache, "has_vllm", lambda: False)
+    monkeypatch.setattr(cache, "NUM_REQUESTS", 3)
+    assert command.main(["cache", "--tokens", "64", "--pools", "1000", "--rounds", "2"]) == 0
+    (path,) = tmp_path.glob("kvxfer-bench/????-??-??/cache_*.json")
+    found = json.loads(path.read_text())
+    assert found["facts"]["command"] == "kvxfer bench cache --tokens 64 --pools 1000 --rounds 2"
+    works = {cell["case"]: cell["nbytes"] for cell in found["cells"]}
+    assert works["names"] == 4
+    assert works["get + free of 1,000, caching on"] == works["naming of 1,000"] == 1000
+    assert works["request of 16 tokens, caching off"] == 3
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines) <= 80
-    assert [line.split()[0] for line in lines[4:6]] == ["plain", "equal"]
+    assert [line.split()[0] for line in lines[4:6]] == ["loop", "kvxfer"]
 
 
 # ------------------------------------------------------------------ how far
@@ -142,11 +148,6 @@ def test_the_time_left_is_that_of_the_cases_left(capsys: pytest.CaptureFixture[s
         "  -- case 2 of 3, about 15 s left",
     ]
     assert [words_of(each) for each in (0.2, 89, 100, 600)] == ["1 s", "89 s", "2 min", "10 min"]
-
-
-def test_the_time_left_of_all_follows_what_others_took() -> None:
-    assert command.left_s(0.0, 0.0, 60.0) == 60.0
-    assert command.left_s(30.0, 10.0, 60.0) == 180.0
 
 
 # ------------------------------------------------------------------ pictures and lines
@@ -170,13 +171,13 @@ def test_a_picture_has_its_limit_and_few_lines() -> None:
 def cells(layouts: str, ways: list[str]) -> list[Cell]:
     request = request_of(TINY, layouts, 64, 64)
     taken = {way: [Timing(number + 1.0)] for number, way in enumerate(ways)}
-    return list(cells_of(request, taken, lambda _: "sockets", lambda *_: None))
+    return list(cells_of(case_of(request), taken, lambda _: "sockets"))
 
 
 def test_a_picture_of_wires_has_ours_before_others(tmp_path: Path) -> None:
     wires = [f"kvxfer {name}" for name in ("shm", "zmq", "ucx")]
     report = Report(tmp_path, "r", "Title", {"CPUs": "a CPU x 2", "note": "quiet"}, lambda _: [])
-    ways = ["fast", "sockets", *wires, "memset", "slow", "slower", "slowest"]
+    ways = ["fast", "sockets", *wires, "slow", "slower", "slowest"]
     report.records["cells"] = cells("HND16->HND16", ways)
     report.records["cells"] += cells("HND16->NHD64", ["sockets", *wires])
     plot = speed_plot("sockets")(report)
@@ -184,8 +185,7 @@ def test_a_picture_of_wires_has_ours_before_others(tmp_path: Path) -> None:
     assert [(line.name, line.is_limit) for line in plot.lines] == [
         ("sockets", True),
         *((way, False) for way in wires),
-        *((way, False) for way in ("fast", "slow", "slower")),
-        ("kvxfer shm, HND16->NHD64", False),
+        *((way, False) for way in ("fast", "slow", "slower", "slowest")),
     ]
     place, state = report.conditions()
     assert place == f"a CPU x 2, {report.date}"
@@ -212,4 +212,4 @@ def test_the_picture_says_where_when_and_how(tmp_path: Path) -> None:
 
 def test_a_case_fits_80_columns() -> None:
     for cell in cells("HND16->HND16", ["sockets", "NIXL READ, no thread"]):
-        assert len(line_of(WATCHED, cell, SHOWN)) == len(head_of(SHOWN)) <= 80
+        assert len(line_of(CELL, cell, SHOWN)) == len(head_of(SHOWN)) <= 80
