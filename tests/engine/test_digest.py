@@ -57,7 +57,7 @@ def pools(shape: EngineShape) -> list[Pool]:
     for entry in build_manifest(shape).ranks:
         (memory,) = build_memories(entry)
         ids = IDS[shape.block_tokens]
-        oracle_fill(entry.regions, [memory], ids=[ids], num_tokens=37)
+        oracle_fill(entry.regions, [memory], ids=[ids] * shape.num_groups, num_tokens=37)
         found.append(Pool(entry.regions, memory, ids))
     return found
 
@@ -123,11 +123,11 @@ def test_different_lengths_differ_at_the_first_missing_token() -> None:
 @pytest.mark.parametrize("shape", [HND16, NHD24], ids=["HND", "NHD"])
 def test_blocks_that_were_copied_have_the_digests_of_all(shape: EngineShape) -> None:
     """As from a GPU. No byte of the pool is 0, and all of the memory that is there for a copy."""
-    (pool,) = pools(shape)
+    (pool,) = pools(replace(shape, groups=(0, 1)))
     buffer = torch.from_numpy(pool.memory).random_(1, 256)
     blank = [torch.zeros_like(buffer) for _ in range(4)]
     del blank
-    ids = [[15, 0, 7, 3]]
+    ids = [[15, 0, 7, 3], [1, 4, 2, 14]]
     num_tokens = 3 * shape.block_tokens + 5
     copied = blocks_on_host(pool.regions, buffer, ids)
     assert copied.data_ptr() != buffer.data_ptr()
