@@ -291,6 +291,42 @@ def plain(
     )
 
 
+def one_case(
+    source: str = "HND 16",
+    sink: str = "NHD 32",
+    *,
+    span: tuple[int, int] = (0, 70),
+    inner: int = 8,
+    channel: int = 0,
+    num_heads: int = 2,
+) -> Case:
+    """Sides as "HND 16", or "HND 16 turned", then maybe what is outermost."""
+    shapes = []
+    for name in (source, sink):
+        layout, tokens, *more = name.split()
+        shapes.append(
+            plain(
+                "HND" if layout == "HND" else "NHD",
+                int(tokens),
+                num_heads=num_heads,
+                outermost="inner" if "inner" in more else "planes",
+                is_turned="turned" in more,
+            )
+        )
+    return Case(
+        source=shapes[0],
+        sink=shapes[1],
+        inner_nbytes=inner,
+        head_lo=0,
+        head_hi=num_heads,
+        token_lo=span[0],
+        token_hi=span[1],
+        in_order=False,
+        seed=7,
+        channel_nbytes=channel or 1,
+    )
+
+
 def tile(layout: str, block_tokens: int, kernel_tokens: int, num_heads: int, inner: int) -> Tile:
     hnd = layout == "HND"
     return Tile(
