@@ -9,7 +9,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from kvxfer.cli.bench import register as register_bench
 from kvxfer.cli.keys import keys
 from kvxfer.cli.options import (
     DecodeOptions,
@@ -37,8 +36,10 @@ app = typer.Typer(
 )
 
 
-def _command(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Make a command of a function of one record, whose fields are the command's options."""
+def _command(run: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Make a command of a function of one record, whose fields are the command's options. It says
+    whether all is well.
+    """
     record = get_type_hints(run)["options"]
     hints = get_type_hints(record, include_extras=True)
     # The command's own options first, then those that it has in common with others.
@@ -47,7 +48,8 @@ def _command(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def command(**given: object) -> None:
         with border():
-            run(record(**given))
+            if not run(record(**given)):
+                raise typer.Exit(DIFFERENT)
 
     command.__doc__ = run.__doc__
     command.__annotations__ = hints
@@ -69,7 +71,7 @@ def _command(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 @_command
-def pair(options: PairOptions) -> None:
+def pair(options: PairOptions) -> bool:
     """Prefill in one group of processes, move the KV, decode in another, and compare.
 
     Exit status: 0 when everything is equal, 1 when something differs or failed or KV was not used,
@@ -77,11 +79,11 @@ def pair(options: PairOptions) -> None:
     """
     from kvxfer.cli.commands import run_pair
 
-    _end(run_pair(options))
+    return run_pair(options)
 
 
 @_command
-def prefill(options: PrefillOptions) -> None:
+def prefill(options: PrefillOptions) -> bool:
     """Serve prefill requests, and give their KV to decode engines, until ctrl-C.
 
     SIGTERM drains: no new requests are taken, the others are finished, and their KV is given, for
@@ -90,11 +92,11 @@ def prefill(options: PrefillOptions) -> None:
     """
     from kvxfer.cli.commands import run_prefill
 
-    _end(run_prefill(options))
+    return run_prefill(options)
 
 
 @_command
-def decode(options: DecodeOptions) -> None:
+def decode(options: DecodeOptions) -> bool:
     """Send prompts to a prefill engine elsewhere, take their KV, and decode here.
 
     Exit status: 0 when every request ended well with the KV that it asked for and nothing differs,
@@ -102,21 +104,21 @@ def decode(options: DecodeOptions) -> None:
     """
     from kvxfer.cli.commands import run_decode
 
-    _end(run_decode(options))
+    return run_decode(options)
 
 
 @_command
-def plan(options: PlanOptions) -> None:
+def plan(options: PlanOptions) -> bool:
     """Say what a request's KV would take from one engine to another, or why it is refused.
 
     No engine and no GPU is needed. Exit status: 0 with a plan, 1 when the pair is refused, 2 for
     errors.
     """
-    _end(run_plan(options))
+    return run_plan(options)
 
 
 @_command
-def proxy(options: ProxyOptions) -> None:
+def proxy(options: ProxyOptions) -> bool:
     """Serve OpenAI requests with prefill and decode engines of vLLM, until ctrl-C.
 
     Each request is prefilled by one engine and decoded by another. Needs the extra proxy.
@@ -140,7 +142,7 @@ def proxy(options: ProxyOptions) -> None:
 
 
 @_command
-def doctor(options: DoctorOptions) -> None:
+def doctor(options: DoctorOptions) -> bool:
     """Try what an engine here would use: GPUs, wires with real bytes, limits, ports, a peer.
 
     Exit status: 0 when all is well, 1 when something that an engine needs does not work or is
@@ -148,11 +150,11 @@ def doctor(options: DoctorOptions) -> None:
     """
     from kvxfer.cli.doctor import run_doctor
 
-    _end(run_doctor(options))
+    return run_doctor(options)
 
 
 @_command
-def drain(options: DrainOptions) -> None:
+def drain(options: DrainOptions) -> bool:
     """Tell an engine to offer and load nothing new; with --wait until nothing is open.
 
     Run it on the engine's host as its user, or with its CURVE key. There is no way back but a new
@@ -160,10 +162,20 @@ def drain(options: DrainOptions) -> None:
     """
     from kvxfer.cli.drain import run_drain
 
-    _end(run_drain(options))
+    return run_drain(options)
 
 
-register_bench(app)
+_AS_THEY_ARE = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command("bench", add_help_option=False, context_settings=_AS_THEY_ARE)
+def bench(context: typer.Context) -> None:
+    """Measure what moves KV here, beside what the hardware can do."""
+    from kvxfer.bench.command import main as run_bench  # its options are its own
+
+    raise typer.Exit(run_bench(context.args))
+
+
 app.add_typer(keys, name="keys", short_help="Make and rotate the CURVE keys that engines share.")
 
 
@@ -184,8 +196,3 @@ def _top(
 
 def main() -> None:
     app(prog_name="kvxfer")
-
-
-def _end(is_good: bool) -> None:
-    if not is_good:
-        raise typer.Exit(DIFFERENT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 from rich.console import Console
@@ -23,8 +22,13 @@ _COLORS = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", Stat
 def run_doctor(options: DoctorOptions) -> bool:
     config = load_config({"min_gbps": options.min_gbps}).config
     console = Console(highlight=False, soft_wrap=True)
+
+    def tell(endpoint: str) -> None:
+        console.print(f"doctor: waits at {endpoint}; end with ctrl-C")
+        console.print(f"on the other host: kvxfer doctor --peer {endpoint.removeprefix('tcp://')}")
+
     if options.listen:
-        wait_for_peers(config, partial(_tell, console))
+        wait_for_peers(config, tell)
     rows: list[Row] = []
     for row in examine(config, _endpoint(options.peer)):
         rows.append(row)
@@ -33,11 +37,6 @@ def run_doctor(options: DoctorOptions) -> bool:
     if options.json:
         print(as_json(rows))
     return status(rows) == 0
-
-
-def _tell(console: Console, endpoint: str) -> None:
-    console.print(f"doctor: waits at {endpoint}; end with ctrl-C")
-    console.print(f"on the other host: kvxfer doctor --peer {endpoint.removeprefix('tcp://')}")
 
 
 def _endpoint(peer: str | None) -> str | None:

@@ -29,8 +29,8 @@ class PlanOptions:
         str,
         Option(
             help="The prefill engine: a Hugging Face config.json or its folder, and what differs: "
-            "tp=4,pp=1,block=16,layout=HND,kv_cache_dtype=fp8. Without a config: layers, kv_heads, "
-            "head_dim, or mla=true, and windows=1024/full.",
+            "tp=4,pp=1,dcp=2,block=16,layout=HND,kv_cache_dtype=fp8. Without a config: layers, "
+            "kv_heads, head_dim, or mla=true, and windows=1024/full.",
             metavar=_GEOMETRY,
         ),
     ]

@@ -188,11 +188,18 @@ def facts(
     infos: Mapping[str, Info],
 ) -> dict[str, Any]:
     """Everything that a program wants to know of a run, JSON-ready. Secret keys are left out."""
+    requests, configs = msgspec.to_builtins(list(results)), msgspec.to_builtins(dict(engines))
+    for shown, result in zip(requests, results, strict=True):
+        if (moved := result.transfer) is not None:
+            times = {"wait_s": moved.wait_s, "read_s": moved.read_s, "gbps": moved.gbps}
+            shown["transfer"] |= times
+    for config in configs.values():
+        config["kv"] |= {name: "(set)" for name in SECRETS if config["kv"][name] is not None}
     return {
         "versions": versions(),
-        "engines": {name: _shown(config) for name, config in engines.items()},
-        "engines_at_end": {name: msgspec.to_builtins(info) for name, info in infos.items()},
-        "requests": [_request(result) for result in results],
+        "engines": configs,
+        "engines_at_end": msgspec.to_builtins(dict(infos)),
+        "requests": requests,
         "summary": msgspec.to_builtins(summary),
     }
 
@@ -206,20 +213,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _shown(config: EngineConfig) -> dict[str, Any]:
-    shown: dict[str, Any] = msgspec.to_builtins(config)
-    shown["kv"] |= {name: "(set)" for name in SECRETS if shown["kv"][name] is not None}
-    return shown
-
-
-def _request(result: Result) -> dict[str, Any]:
-    shown: dict[str, Any] = msgspec.to_builtins(result)
-    if result.transfer is not None:
-        moved = result.transfer
-        shown["transfer"] |= {"wait_s": moved.wait_s, "read_s": moved.read_s, "gbps": moved.gbps}
-    return shown
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -152,7 +152,12 @@ def compare(
     differences: list[Difference] = []
     planes: list[dict[tuple[str, str, int], PlaneDigest]] = []
     for side, ranks in (("source", source), ("sink", sink)):
-        merged, found = merge_digests([_part(rank, span) for rank in ranks])
+        merged, found = merge_digests(
+            KVDigest(num_tokens=span[1], planes=tuple(each.between(*span) for each in rank.planes))
+            if span
+            else rank
+            for rank in ranks
+        )
         differences += [replace(each, reason=f"{side} {each.reason}") for each in found]
         planes.append({digest.key: digest for digest in merged.planes})
     for key in sorted(planes[0].keys() | planes[1].keys()):
@@ -165,13 +170,6 @@ def compare(
         elif (token := _first_difference(ours, theirs)) is not None:
             differences.append(Difference(*key, token, "source and sink differ"))
     return differences
-
-
-def _part(digest: KVDigest, span: tuple[int, int] | None) -> KVDigest:
-    if span is None:
-        return digest
-    planes = tuple(plane.between(*span) for plane in digest.planes)
-    return KVDigest(num_tokens=span[1], planes=planes)
 
 
 def _table(region: Region, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Sequence[int]:

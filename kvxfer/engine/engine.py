@@ -108,12 +108,7 @@ class Engine:
 
     def result(self, request_id: str, timeout_s: float = 60.0) -> Result:
         """Raises KvxferError if refused, PeerLost without an end in time or when a rank dies."""
-        deadline_s = time.monotonic() + timeout_s
-        while request_id not in self._results:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise PeerLost(f"request {request_id}: no end within {timeout_s:g} s")
-            self._hear(left_s)
+        self._wait(request_id, timeout_s, "end", lambda: request_id in self._results)
         result = self._results.pop(request_id)
         if isinstance(result, RequestRefused):
             raise KvxferError(f"engine {self.config.engine_id} refused: {result.error}")
@@ -121,12 +116,10 @@ class Engine:
 
     def first_token(self, request_id: str, timeout_s: float = 60.0) -> None:
         """Wait for it, or for the request's end. Raises as :meth:`result` does."""
-        deadline_s = time.monotonic() + timeout_s
-        while request_id not in self._results and not self._tokens[request_id]:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise PeerLost(f"request {request_id}: no token within {timeout_s:g} s")
-            self._hear(left_s)
+        self._wait(
+            *(request_id, timeout_s, "token"),
+            lambda: request_id in self._results or bool(self._tokens[request_id]),
+        )
 
     def generate(
         self,
@@ -165,6 +158,16 @@ class Engine:
             self._client = None
         self._tokens.clear()
         self._results.clear()
+
+    def _wait(
+        self, request_id: str, timeout_s: float, what: str, has_come: Callable[[], bool]
+    ) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not has_come():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise PeerLost(f"request {request_id}: no {what} within {timeout_s:g} s")
+            self._hear(left_s)
 
     def _hear(self, timeout_s: float) -> None:
         client = self.client

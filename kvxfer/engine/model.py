@@ -40,7 +40,7 @@ class LlamaModel:
         self.shard = shard_for(config, tp_rank, tp_size)
         self._layers = dict(layers)
         self._weights = weights
-        self._sum = all_reduce or _keep
+        self._sum = all_reduce or (lambda partial: partial)
         self._inv_freq = _inverse_frequencies(config).to(weights.embedding.device)
 
     @torch.inference_mode()
@@ -62,7 +62,9 @@ class LlamaModel:
             normed = self._norm(hidden, layer.input_norm)
             meta = attn_metadata[name]
             if isinstance(paged, StateLayer):
-                mixed = _state(normed, token_ids, layer, paged, meta)
+                assert layer.state is not None
+                state = paged.advance(token_ids, layer.state, meta).to(hidden.dtype)
+                mixed = linear(state * silu(linear(normed, layer.qkv)), layer.output)
             else:
                 mixed = self._attention(normed, cos, sin, layer, paged, meta)
             hidden = hidden + self._sum(mixed)
@@ -102,22 +104,6 @@ class LlamaModel:
         exact = hidden.float()
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return weight * (exact * scale).to(hidden.dtype)
-
-
-def _state(
-    hidden: Tensor,
-    token_ids: Tensor,
-    layer: LayerWeights,
-    paged: StateLayer,
-    meta: AttentionMetadata,
-) -> Tensor:
-    assert layer.state is not None
-    state = paged.advance(token_ids, layer.state, meta).to(hidden.dtype)
-    return linear(state * silu(linear(hidden, layer.qkv)), layer.output)
-
-
-def _keep(partial: Tensor) -> Tensor:
-    return partial
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -42,9 +42,8 @@ from kvxfer.engine.links import (
     link_address,
 )
 from kvxfer.engine.metrics_server import MetricsServer
-from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.rpc import RpcServer
-from kvxfer.engine.runner import Runner, engine_identity
+from kvxfer.engine.runner import Runner, engine_identity, model_of
 from kvxfer.errors import KvxferError
 
 log = logging.getLogger("kvxfer.engine")
@@ -195,7 +194,7 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
     stack.callback(runner.close)
     if spec.tp_rank:
         return lambda: _follow(runner, link)
-    model = load_model_config(config.model, num_kv_heads=config.num_kv_heads, dtype=config.dtype)
+    model = model_of(config)
     connector = None
     if config.role is not Role.ALONE:
         connector = SchedulerConnector(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvxfer.cache.hashing import (
-    BlockHashType,
     HashFunction,
     get_hash_fn_by_name,
     hash_request_tokens,
@@ -43,7 +42,11 @@ class RequestBlocks:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.keeps_states = any(isinstance(spec, MambaSpec) for spec in specs)
         self._prefix_metrics = PrefixCachingMetrics()
-        self._hash_function, self._hash_root = _names(config)
+        self._hash_function: HashFunction = sha256
+        self._hash_root = none_hash(config.kv.hash_seed_bytes)
+        if config.prefix_caching_hash_algo is not None:
+            self._hash_function = function = get_hash_fn_by_name(config.prefix_caching_hash_algo)
+            self._hash_root = function.none_hash(config.kv.hash_seed)
 
     @property
     def num_free_blocks(self) -> int:
@@ -161,10 +164,3 @@ class RequestBlocks:
                 root=self._hash_root,
                 known=request.block_hashes,
             )
-
-
-def _names(config: EngineConfig) -> tuple[HashFunction, BlockHashType]:
-    if config.prefix_caching_hash_algo is None:
-        return sha256, none_hash(config.kv.hash_seed_bytes)
-    function = get_hash_fn_by_name(config.prefix_caching_hash_algo)
-    return function, function.none_hash(config.kv.hash_seed)

@@ -34,6 +34,11 @@ class _Sequence:
     num_computed_tokens: int = 0
 
 
+def model_of(config: EngineConfig) -> ModelConfig:
+    """Raises ModelError."""
+    return load_model_config(config.model, num_kv_heads=config.num_kv_heads, dtype=config.dtype)
+
+
 def cache_facts(config: EngineConfig, model: ModelConfig) -> CacheFacts:
     """What both sides of a transfer must agree on."""
     return CacheFacts(
@@ -81,9 +86,7 @@ class Runner:
         self._config = config
         self._tp_rank = tp_rank
         self._device = torch.device(config.rank_devices[tp_rank])
-        model_config = load_model_config(
-            config.model, num_kv_heads=config.num_kv_heads, dtype=config.dtype
-        )
+        model_config = model_of(config)
         shard = shard_for(model_config, tp_rank, config.tp_size)
         self._cache = RankCache(config, model_config, shard, attention_backend(config.layout))
         self._model = LlamaModel(

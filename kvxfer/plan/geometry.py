@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from kvxfer.cache.grouping import get_kv_cache_groups
@@ -30,6 +31,7 @@ from kvxfer.integrations.vllm.specs import cannot_move
 from kvxfer.tensors.attention import AttentionBackend, MultipleOf
 from kvxfer.tensors.kv_cache import init_kv_cache
 from kvxfer.tensors.regions import kv_regions
+from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, MemoryInfo, RankId, RankManifest
 from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY
@@ -66,7 +68,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``shared_layers``: the last so many read the KV of earlier ones. ``engine``: whose order of
     bytes and whose prefix cache. ``kernel_block``: tokens of an attention backend's block in vLLM;
     0: a block's. ``hybrid``: layers with windows have groups of their own. ``indexer``: elements of
-    a sparse indexer's key beside each latent; 0: none.
+    a sparse indexer's key beside each latent; 0: none. ``dcp``: ranks that hold the same heads and
+    take the tokens in turns (decode context parallelism), ``dcp_interleave`` of them at a time.
     """
 
     layers: _Size
@@ -84,6 +87,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: Literal["cuda", "cpu"] = "cuda"
     tp: _Ranks = 1
     pp: _Ranks = 1
+    dcp: _Ranks = 1
+    dcp_interleave: _Size = 1
     block: _Size = 16
     kernel_block: _Count = 0
     layout: Literal["HND", "NHD"] = "HND"
@@ -105,11 +110,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __str__(self) -> str:
         heads = "one latent" if self.mla else f"{self.kv_heads} KV heads"
         stages = f" PP {self.pp}" if self.pp > 1 else ""
+        shared = f" DCP {self.dcp} by {self.dcp_interleave}" if self.dcp > 1 else ""
         kept = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         windows = sorted({*self.windows.split("/")} - {"full"})
         return (
-            f"TP {self.tp}{stages}, blocks of {self.block} {self.layout}, {kept}: {self.layers} "
-            f"layers, {heads} of {self.head_dim}"
+            f"TP {self.tp}{stages}{shared}, blocks of {self.block} {self.layout}, {kept}: "
+            f"{self.layers} layers, {heads} of {self.head_dim}"
             + (f", an indexer of {self.indexer}" if self.indexer else "")
             + (f", windows of {', '.join(windows)}" if windows else "")
         )
@@ -252,7 +258,10 @@ def make_manifest(option: str, geometry: Geometry, num_tokens: int) -> EngineMan
                     control_endpoint=f"tcp://{name}:{len(ranks) + 1}",
                     data_endpoints={},
                     memories=(MemoryInfo(device=geometry.device, nbytes=nbytes),),
-                    regions=tuple(replace(each, head_lo=lo, head_hi=hi) for each in regions),
+                    regions=tuple(
+                        replace(each, head_lo=lo, head_hi=hi, interleave=_kept(geometry, tp))
+                        for each in regions
+                    ),
                 )
             )
     return EngineManifest(
@@ -271,10 +280,11 @@ def make_manifest(option: str, geometry: Geometry, num_tokens: int) -> EngineMan
             num_layers=geometry.layers,
             is_mla=geometry.mla,
             attention=attention,
+            dcp_size=geometry.dcp,
         ),
         tp_size=geometry.tp,
         pp_size=geometry.pp,
-        block_tokens=geometry.block,
+        block_tokens=geometry.block * geometry.dcp,
         layout=geometry.layout,
         ranks=tuple(ranks),
     )
@@ -308,6 +318,7 @@ def _model(geometry: Geometry) -> models.ModelConfig:
             f"kv_cache_dtype: expected fp8_ds_mla with mla=true and head_dim=576 only, got "
             f"mla={str(geometry.mla).lower()} and head_dim={geometry.head_dim}"
         )
+    _check_dcp(geometry)
     pattern = geometry.windows.split("/")
     kept = [each.removeprefix(_CHUNK) for each in pattern if each != "full"]
     num_chunks = sum(each.startswith(_CHUNK) for each in pattern)
@@ -327,6 +338,34 @@ def _model(geometry: Geometry) -> models.ModelConfig:
         num_kv_shared_layers=geometry.shared_layers,
         has_chunks=num_chunks > 0,
     )
+
+
+def _check_dcp(geometry: Geometry) -> None:
+    """What vLLM itself wants of ranks that share the tokens of the same heads."""
+    if geometry.dcp == 1:
+        return
+    if geometry.engine != "vllm":
+        raise ConfigError(f"dcp: expected 1 with engine={geometry.engine}, got {geometry.dcp}")
+    if geometry.windows != "full":
+        raise ConfigError(f"windows: expected full with dcp above 1, got {geometry.windows!r}")
+    num_replicas = geometry.tp // geometry.kv_heads
+    if not num_replicas or num_replicas % geometry.dcp:
+        raise ConfigError(
+            f"dcp: expected a divisor of the {num_replicas} ranks that hold the same heads, got "
+            f"{geometry.dcp}; raise tp"
+        )
+    if geometry.block % geometry.dcp_interleave:
+        raise ConfigError(
+            f"dcp_interleave: expected a divisor of the block of {geometry.block} tokens, got "
+            f"{geometry.dcp_interleave}"
+        )
+
+
+def _kept(geometry: Geometry, tp_rank: int) -> Interleave | UnsetType:
+    """The tokens of a rank: vLLM deals neighbours out into the groups that share them."""
+    if geometry.dcp == 1:
+        return UNSET
+    return Interleave(geometry.dcp, tp_rank % geometry.dcp, geometry.dcp_interleave)
 
 
 def _heads(geometry: Geometry, model: models.ModelConfig, tp_rank: int) -> tuple[int, int]:
@@ -364,6 +403,7 @@ def _stage_regions(
             spec, head_size=geometry.indexer + scales_nbytes, dtype="uint8"
         )
         spec_of |= {name + _INDEXER: indexer for name in spec_of}
+    num_tokens = ceil_div(num_tokens, geometry.dcp * geometry.block) * geometry.block  # of a rank
     settings = SimpleNamespace(
         max_model_len=num_tokens,
         max_num_batched_tokens=num_tokens,

@@ -58,8 +58,9 @@ class WireFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Move(msgspec.Struct, frozen=True):
-    """Regions alike that one rank gives to another: of these layers heads and tokens [lo, hi).
-    Without layers the source rank is only told that it may let go.
+    """Regions alike that one rank gives to another: of these layers heads and tokens [lo, hi), of
+    which both ranks hold ``num_tokens``: not all where ranks share tokens out (``dcp``). Without
+    layers the source rank is only told that it may let go.
     """
 
     source: str
@@ -68,21 +69,24 @@ class Move(msgspec.Struct, frozen=True):
     planes: tuple[str, ...] = ()
     heads: tuple[int, int] = (0, 0)
     tokens: tuple[int, int] = (0, 0)
+    num_tokens: int = 0
     window: int | None = None
     num_regions: int = 0
     nbytes: int = 0
 
     @property
     def words(self) -> tuple[str, str, str]:
-        """Layers, heads and tokens, from first to last; layers not in a row by number."""
-        spans = [(self.layers[0], self.layers[-1] + 1), self.heads, self.tokens]
-        layers, heads, tokens = (f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo) for lo, hi in spans)
-        is_row = len(self.layers) == spans[0][1] - spans[0][0]
-        return (
-            layers if is_row else f"{len(self.layers)} of {layers}",
-            "latent" if self.planes == ("latent",) else heads,
-            tokens,
-        )
+        """Layers, heads and tokens, from first to last; what is not in a row by number."""
+        layers = _words((self.layers[0], self.layers[-1] + 1), len(self.layers))
+        heads = _words(self.heads, self.heads[1] - self.heads[0])
+        is_latent = self.planes == ("latent",)
+        return layers, "latent" if is_latent else heads, _words(self.tokens, self.num_tokens)
+
+
+def _words(span: tuple[int, int], count: int) -> str:
+    lo, hi = span
+    text = f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo)
+    return text if count == hi - lo else f"{count} of {text}"
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -255,10 +259,15 @@ def _moves(way: Way, request: ReadRequest | None) -> Iterator[Move]:
         names = [name for pull in pulls for name in pull.regions]
         layers = tuple(sorted({layer_number(name.layer) for name in names}))
         planes = tuple(dict.fromkeys("+".join(name.planes) for name in names))
-        heads, tokens = (asked.head_lo, asked.head_hi), (asked.token_lo, asked.token_hi)
-        ends = way.source_rank, way.sink_rank
-        kept, nbytes = copied.sink.window, route_nbytes(pulls)
-        yield Move(*ends, layers, planes, heads, tokens, kept, len(names), nbytes)
+        num_tokens = asked.token_hi - asked.token_lo
+        tokens = asked.token_lo, asked.token_hi
+        if num_tokens:
+            tokens = asked.token(tokens[0]), asked.token(tokens[1] - 1) + 1
+        yield Move(
+            *(way.source_rank, way.sink_rank, layers, planes),
+            *((asked.head_lo, asked.head_hi), tokens, num_tokens),
+            *(copied.sink.window, len(names), route_nbytes(pulls)),
+        )
 
 
 def _cut(way: Way, request: ReadRequest | None) -> Cut:

@@ -167,20 +167,16 @@ def _pool_work(
     """Ids are positional. ``programs``: at most, or WHOLE_GPU."""
     source, sink, (lo, hi) = bound.source, bound.sink, tokens
     num_regions = source.addresses.size
-    if source.values is not None:
-        ids = (
-            index.span_ids(source.tile, source_ids, lo, hi),
-            index.span_ids(sink.tile, sink_ids, lo, hi),
-        )
-        firsts = (lo % source.tile.block_tokens, lo % sink.tile.block_tokens)
-        return _cast_work((source, sink), firsts, ids, hi - lo, programs, is_native=is_native)
-    launch, numbers = _plan_pools(
-        *(source.tile, sink.tile, lo % source.tile.block_tokens, lo % sink.tile.block_tokens),
-        *(hi - lo, num_regions, math.gcd(source.align_nbytes, sink.align_nbytes), programs),
-    )
+    firsts = (lo % source.tile.block_tokens, lo % sink.tile.block_tokens)
     ids = (
         index.span_ids(source.tile, source_ids, lo, hi),
         index.span_ids(sink.tile, sink_ids, lo, hi),
+    )
+    if source.values is not None:
+        return _cast_work((source, sink), firsts, ids, hi - lo, programs, is_native=is_native)
+    launch, numbers = _plan_pools(
+        *(source.tile, sink.tile, *firsts, hi - lo, num_regions),
+        *(math.gcd(source.align_nbytes, sink.align_nbytes), programs),
     )
     nbytes = (hi - lo) * index.token_nbytes(sink.tile) * num_regions
     return Work(launch, nbytes, (numbers, source.addresses, sink.addresses, *ids))
@@ -211,21 +207,15 @@ def chunk_works(
     is_native: bool = False,
 ) -> Iterator[Work]:
     """The launches that a chunk of a ``span`` of regions and tokens, each from and to, needs: from
-    the pool to the chunk, or back. Only in head-major
-    order, a kernel block that the chunk's tokens cut has other strides than whole ones: up to three
-    launches.
+    the pool to the chunk, or back. Only in head-major order, a kernel block that the chunk's tokens
+    cut has other strides than whole ones: up to three launches.
     """
     ((region_lo, region_hi), (lo, hi)), tile = span, side.tile
     if side.is_cast:
         dense = _dense_side(side, span[0], hi - lo, dense_address)
         ends = (side.part(region_lo, region_hi), dense)
-        firsts, ids = (
-            (lo % tile.block_tokens, 0),
-            (
-                index.span_ids(tile, block_ids, lo, hi),
-                np.zeros(1, np.int64),
-            ),
-        )
+        firsts = (lo % tile.block_tokens, 0)
+        ids = (index.span_ids(tile, block_ids, lo, hi), np.zeros(1, np.int64))
         if not is_pack:
             ends, firsts, ids = ends[::-1], firsts[::-1], ids[::-1]
         yield _cast_work(ends, firsts, ids, hi - lo, programs, is_native=is_native)

@@ -22,9 +22,8 @@ from kvxfer.tensors.kv_digest import (
     Words,
     multipliers,
     region_keys,
-    token_offsets,
 )
-from kvxfer.tensors.strided_index import Ids, check_bases, check_flat
+from kvxfer.tensors.strided_index import Ids, check_bases, check_flat, token_offsets
 from kvxfer.transfer.plan import Side
 
 RING_NBYTES = 4 << 20

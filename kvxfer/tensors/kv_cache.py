@@ -123,7 +123,6 @@ def init_kv_cache(
     allocator: Callable[[int], Tensor] | None = None,
     kernel_block_sizes: Sequence[int] | None = None,
     shared_kv_cache_layers: Mapping[str, str] | None = None,
-    num_attn_module: int = 1,
 ) -> dict[str, LayerCache]:
     """Allocate, reshape, let layers share and bind; returns each layer's cache.
 
@@ -137,7 +136,7 @@ def init_kv_cache(
     raw_tensors = allocate_kv_cache(kv_cache_config, device, allocator=allocator)
     kv_caches = _reshape(kv_cache_config, raw_tensors, attn_backends, kernel_block_sizes, shared)
     initialize_kv_cache_for_kv_sharing(shared, kv_cache_config.kv_cache_groups, kv_caches)
-    bind_kv_cache(kv_caches, forward_context, runner_kv_caches, num_attn_module)
+    bind_kv_cache(kv_caches, forward_context, runner_kv_caches)
     return kv_caches
 
 

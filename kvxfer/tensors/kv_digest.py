@@ -33,7 +33,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.tensors.strided_copy import Bytes, void
-from kvxfer.tensors.strided_index import Ids, check_bases, check_flat, check_span, side_ids
+from kvxfer.tensors.strided_index import (
+    Ids,
+    check_bases,
+    check_flat,
+    check_span,
+    side_ids,
+    token_offsets,
+)
 from kvxfer.transfer.plan import PullClass, RegionName, Side, Tile
 
 PIECE_NBYTES = 256 << 10
@@ -118,34 +125,20 @@ def _hashes(names: tuple[RegionName, ...]) -> Words:
     return np.array(hashes, np.uint64)
 
 
-def token_offsets(tile: Tile, block_ids: Ids, tokens: Ids) -> Ids:
-    """Bytes from a region's base to (first head, token)."""
-    blocks, slots = np.divmod(tokens, tile.block_tokens)
-    kernel_blocks, kernel_slots = np.divmod(slots, tile.kernel_tokens)
-    kernel_blocks += block_ids[blocks] * (tile.block_tokens // tile.kernel_tokens)
-    offsets: Ids = kernel_blocks * tile.stride_block + kernel_slots * tile.stride_token
-    return offsets
-
-
 def add_digests(
-    memories: Sequence[Tensor], cells: Cells, seed: int, sums: Words, piece_nbytes: int = 0
+    memories: Sequence[Tensor],
+    cells: Cells,
+    seed: int,
+    sums: Words,
+    piece_nbytes: int = PIECE_NBYTES,
 ) -> Iterator[int]:
     """Add the digest of each region to ``sums``; yields the bytes of each piece of work. Memories
     are flat uint8 of a CPU. Raises ValueError for regions outside them.
     """
     for number, memory in enumerate(memories):
         check_flat(memory, f"memory {number}")
-    side = cells.side
-    check_bases(side.tile, side.bases, [memory.numel() for memory in memories])
-    if not cells.tokens.size:
-        return
-    yield from _add_on_host(memories, cells, seed, sums, piece_nbytes or PIECE_NBYTES)
-
-
-def _add_on_host(
-    memories: Sequence[Tensor], cells: Cells, seed: int, sums: Words, piece_nbytes: int
-) -> Iterator[int]:
     tile, bases = cells.side.tile, cells.side.bases
+    check_bases(tile, bases, [memory.numel() for memory in memories])
     heads = np.arange(tile.num_heads, dtype=np.int64)
     step = max(1, piece_nbytes // (tile.num_heads * tile.inner_nbytes))
     factors = multipliers(-(-tile.inner_nbytes // 8), seed)

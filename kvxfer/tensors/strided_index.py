@@ -71,11 +71,9 @@ def side_ids(side: Side, block_ids: Sequence[Sequence[int]]) -> Ids:
     units, num_units = _first_units(stripe), stripe.num_units(ids.size)
     periods, places = np.divmod(np.arange(num_units, dtype=np.int64), units.size)
     tokens = periods * (stripe.tokens.period // stripe.kept.size) + units[places]
-    blocks, slots = np.divmod(tokens, stripe.block_tokens)
-    kernel_blocks, kernel_slots = np.divmod(slots, stripe.kernel_tokens)
-    kernel_blocks += ids[blocks] * (stripe.block_tokens // stripe.kernel_tokens)
-    offsets = kernel_blocks * stripe.stride_block + kernel_slots * stripe.stride_token
-    found: Ids = np.where(ids[blocks] < 0, -1, offsets // stripe.granule_nbytes)
+    is_there = ids[tokens // stripe.block_tokens] >= 0
+    offsets = token_offsets(stripe, ids, tokens)
+    found: Ids = np.where(is_there, offsets // stripe.granule_nbytes, -1)
     return found
 
 
@@ -97,6 +95,17 @@ def all_side_ids(sides: Iterable[Side], block_ids: Sequence[Sequence[int]]) -> l
             made[key] = side_ids(side, block_ids)
         found.append(made[key])
     return found
+
+
+def token_offsets(side: Tile | CopySide | Stripe, block_ids: Ids, tokens: Ids) -> Ids:
+    """Bytes from a region's base to (first head, token); tokens count from slot 0 of the first of
+    the ids.
+    """
+    blocks, slots = np.divmod(tokens, side.block_tokens)
+    kernel_blocks, kernel_slots = np.divmod(slots, side.kernel_tokens)
+    kernel_blocks += block_ids[blocks] * (side.block_tokens // side.kernel_tokens)
+    offsets: Ids = kernel_blocks * side.stride_block + kernel_slots * side.stride_token
+    return offsets
 
 
 def span_ids(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> Ids:
@@ -306,9 +315,8 @@ def _units(work: CopyWork, block_ids: Ids, dense_lo: int, *, is_read: bool) -> U
     in_one_block = first_slot + work.num_tokens <= kernel_tokens
     run_tokens = block_tokens if in_one_block else math.gcd(kernel_tokens, block_tokens, first_slot)
     block_runs = block_tokens // run_tokens
-    runs = _token_offsets(
-        pool, block_ids, np.arange(0, work.num_tokens, run_tokens, dtype=np.int64)
-    )
+    tokens = np.arange(pool.first_token, pool.first_token + work.num_tokens, run_tokens)
+    runs = token_offsets(pool, block_ids, tokens)
     are_together = pool.stride_channel == dense.stride_channel == work.channel_nbytes
     element = work.inner_nbytes if are_together else work.channel_nbytes
     # (count, stride in the pool, in the dense piece); runs have no stride in the pool
@@ -361,15 +369,6 @@ def _channel_units(work: CopyWork, runs: Ids, run_tokens: int, dense_lo: int) ->
             *(dense.stride_token, dense.stride_channel),
         ),
     )
-
-
-def _token_offsets(side: CopySide, block_ids: Ids, tokens: Ids) -> Ids:
-    """Bytes from the base to (token, first head), of tokens that count from the side's first."""
-    blocks, slots = np.divmod(tokens + side.first_token, side.block_tokens)
-    kernel_blocks, kernel_slots = np.divmod(slots, side.kernel_tokens)
-    kernel_blocks += block_ids[blocks] * (side.block_tokens // side.kernel_tokens)
-    offsets: Ids = kernel_blocks * side.stride_block + kernel_slots * side.stride_token
-    return offsets
 
 
 def _numbers(starts: Ids, row_nbytes: int, granule_nbytes: int) -> Ids | None:

@@ -300,15 +300,6 @@ def test_tokens_from_elsewhere_get_blocks_from_the_window_on() -> None:
     assert manager.block_ids("c") == [-1, 2, 5]
 
 
-def test_too_few_blocks_changes_nothing() -> None:
-    manager = make(sliding(6), 2)
-    assert allocate(manager, "a", 19, (), 19) == [-1, -1, -1, 1, 2]
-    assert allocate(manager, "b", 1) is None
-    assert "b" not in manager
-    assert allocate(manager, "a", 21) is None
-    assert manager.block_ids("a") == [-1, -1, -1, 1, 2]
-
-
 def test_null_blocks_are_not_named() -> None:
     manager = make(sliding(6), 6)
     allocate(manager, "a", 20, (), 20)

@@ -5,146 +5,26 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from kvxfer.cache.hashing import get_hash_fn_by_name
 from kvxfer.cache.kv_events import BlockRemoved, BlockStored
-from kvxfer.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvxfer.config import Config
-from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
-from kvxfer.connector.params import Plain
 from kvxfer.connector.records import (
-    ConnectorMetadata,
     FoundOffer,
     KVConnectorOutput,
     KVConnectorStats,
     LoadReport,
 )
-from kvxfer.connector.scheduler_side import SchedulerConnector
-from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
+from kvxfer.engine.config import OnLoadFailure, Role
 from kvxfer.engine.digest import KVDigest
 from kvxfer.engine.request import Finished, NewToken, Request, Status
 from kvxfer.engine.scheduler import Scheduler
-from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
 from kvxfer.errors import ConfigError, OutOfBlocks
 from kvxfer.transfer.wire import Reason
-
-BLOCK = 8
-EOS = 99
-
-
-class FakeConnector:
-    """Says what it is told to, and remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.offered_tokens: dict[str, int] = {}
-        self.in_step = False
-        self.finding: set[str] = set()
-        self.kept: set[str] = set()
-        self.params: dict[str, dict[str, Any]] = {}
-        self.allocated: list[tuple[str, list[list[int]], int]] = []
-        self.finished: list[tuple[str, str]] = []
-        self.withdrawn: list[str] = []
-        self.has_more = False
-
-    def on_new_request(self, request: RequestLike) -> None:
-        pass
-
-    def withdraw_offer(self, request_id: str) -> None:
-        self.withdrawn.append(request_id)
-
-    def get_num_new_matched_tokens(
-        self, request: RequestLike, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        if request.request_id in self.finding:
-            return None, False
-        more = max(0, self.offered_tokens.get(request.request_id, 0) - num_computed_tokens)
-        return more, more > 0 and not self.in_step
-
-    def update_state_after_alloc(
-        self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
-    ) -> None:
-        tables = [list(group) for group in blocks.get_block_ids()]
-        self.allocated.append((request.request_id, tables, num_external_tokens))
-
-    def request_finished_all_groups(
-        self, request: RequestLike, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self.finished.append((request.request_id, cast("Request", request).status.name))
-        return request.request_id in self.kept, self.params.get(request.request_id)
-
-    def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
-        self.has_more = False
-        return ConnectorMetadata()
-
-    def update_connector_output(self, output: KVConnectorOutput) -> dict[str, Plain]:
-        for request_id in output.finished_recving or ():
-            self.offered_tokens.pop(request_id, None)  # never asked for twice
-        self.finding.difference_update(output.found or ())
-        return {}
-
-    def has_orders(self) -> bool:
-        return self.has_more
-
-
-def config(**changes: Any) -> EngineConfig:  # noqa: ANN401
-    values: dict[str, Any] = {
-        "role": Role.ALONE,
-        "engine_id": "e",
-        "block_size": BLOCK,
-        "num_blocks": 11,  # ten to use
-        "max_model_len": 80,
-    }
-    return EngineConfig(**{**values, **changes})
-
-
-def cache(config: EngineConfig) -> KVCacheConfig:
-    """One group of layers that look at all tokens."""
-    spec = FullAttentionSpec(
-        block_size=config.block_size, num_kv_heads=1, head_size=1, dtype="float32"
-    )
-    return KVCacheConfig(config.num_blocks, [], [KVCacheGroupSpec(["full"], spec)])
-
-
-class Rig:
-    """A scheduler, and ranks that answer every step at once."""
-
-    def __init__(self, *, with_connector: bool = False, **changes: Any) -> None:  # noqa: ANN401
-        self.connector = FakeConnector()
-        connector = cast("SchedulerConnector", self.connector) if with_connector else None
-        settings = config(**changes)
-        self.scheduler = Scheduler(settings, connector, cache(settings), eos_token_ids=(EOS,))
-        self.requests: dict[str, Request] = {}
-        self.next_token = 1
-
-    def add(self, name: str, tokens: Sequence[int], max_new: int = 1) -> Request:
-        self.requests[name] = request = Request(name, tuple(tokens), max_new)
-        self.scheduler.add(request)
-        return request
-
-    def step(
-        self,
-        output: KVConnectorOutput | None = None,
-        digests: dict[str, KVDigest] | None = None,
-        token: int | None = None,
-    ) -> tuple[SchedulerOutput, list[NewToken | Finished]]:
-        step = self.scheduler.schedule()
-        samples = []
-        for name, num_new in step.num_scheduled_tokens.items():
-            request = self.requests[name]
-            if request.num_computed_tokens + num_new == request.num_tokens:
-                samples.append(Sample(name, self.next_token if token is None else token, 0.5))
-                self.next_token += 1
-        outputs = [
-            StepOutput(samples=tuple(samples), kv_connector_output=output, digests=digests or {})
-        ]
-        return step, self.scheduler.update(step, outputs)
-
-    @property
-    def free(self) -> int:
-        return self.scheduler.num_free_blocks
+from tests.engine.scheduler_rig import EOS, Rig, cache, config
 
 
 def finished(events: Sequence[NewToken | Finished]) -> list[str]:
@@ -382,7 +262,7 @@ def test_a_load_waits_then_computes_the_rest() -> None:
     rig.add("a", range(20), max_new=2)
     step, _ = rig.step()
     assert step.num_scheduled_tokens == {}
-    assert rig.connector.allocated == [("a", [[1, 2, 3]], 19)]
+    assert rig.connector.allocated == [("a", ((1, 2, 3),), 19)]
     assert rig.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS
     assert step.zero_block_ids == ()  # all three are written by the load
     rig.step(received("a"))

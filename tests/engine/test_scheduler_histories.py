@@ -14,12 +14,6 @@ from typing import Any, cast
 
 import pytest
 
-from kvxfer.cache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
 from kvxfer.connector.params import Plain
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
@@ -29,10 +23,9 @@ from kvxfer.engine.request import Request
 from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import GroupIds, Sample, SchedulerOutput, StepOutput
 from kvxfer.errors import OutOfBlocks
+from tests.engine.scheduler_rig import BLOCK, OFFER, cache
 
-BLOCK = 8
 WINDOWS = {"full": (None,), "window": (12,), "hybrid": (None, 12), "three": (30, None, 9)}
-OFFER = {"do_remote_decode": True}
 Slot = tuple[int, tuple[int, ...]] | str
 
 
@@ -159,26 +152,17 @@ class World:
             max_num_batched_tokens=self.random.choice([5, 24, 200]),
             on_load_failure=self.random.choice(list(OnLoadFailure)),
         )
-        groups = [KVCacheGroupSpec([str(window)], self.spec(window)) for window in windows]
         self.connector = Connector()
         self.ranks = Ranks(windows, num_blocks)
         self.scheduler = Scheduler(
             config,
             cast("SchedulerConnector", self.connector),
-            KVCacheConfig(num_blocks, [], groups),
+            cache(config, windows),
             eos_token_ids=(9,),
         )
         self.num_usable = num_blocks - 1
         self.requests: dict[str, Request] = {}
         self.num_computed = 0
-
-    @staticmethod
-    def spec(window: int | None) -> FullAttentionSpec | SlidingWindowSpec:
-        if window is None:
-            return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype="float32")
-        return SlidingWindowSpec(
-            block_size=BLOCK, num_kv_heads=1, head_size=1, dtype="float32", sliding_window=window
-        )
 
     def come(self) -> None:
         kind = self.random.choice("plo")  # plain, loads, offered

@@ -75,17 +75,24 @@ class Case:
         return [(4 + step * number) % num_blocks for number in range(num_blocks - 2)]
 
 
+def moved(rewrite: BlockRewrite, blocks: Tensor) -> Tensor:
+    """Blocks [n, rows, width] afterwards, which lie set behind set: one row after the other."""
+    before, after = blocks.flatten(0, 1), torch.empty_like(blocks).flatten(0, 1)
+    num_tokens = len(after) // rewrite.num_heads
+    for token, head in product(range(num_tokens), range(rewrite.num_heads)):
+        target = place(rewrite.local, rewrite.num_heads, token, head)
+        after[target] = before[place(rewrite.received, rewrite.num_heads, token, head)]
+    return after.view(blocks.shape)
+
+
 def naive(case: Case, memory: Tensor) -> Tensor:
-    """The same memory afterwards, one row after the other."""
-    rows_of_block = case.num_heads * case.local.block_tokens
-    before = memory.cpu().reshape(case.shape[0], rows_of_block, -1)
-    after = before.clone()
-    num_tokens = len(case.block_ids) * case.local.block_tokens
-    for token, head in product(range(num_tokens), range(case.num_heads)):
-        number, row = divmod(place(case.local, case.num_heads, token, head), rows_of_block)
-        target = after[case.block_ids[number], row, : case.width]
-        number, row = divmod(place(case.received, case.num_heads, token, head), rows_of_block)
-        target.copy_(before[case.block_ids[number], row, : case.width])
+    """The same memory afterwards."""
+    after = (
+        memory.cpu().reshape(case.shape[0], case.num_heads * case.local.block_tokens, -1).clone()
+    )
+    after[case.block_ids, :, : case.width] = moved(
+        case.rewrite, after[case.block_ids, :, : case.width]
+    )
     return after.reshape(memory.shape)
 
 

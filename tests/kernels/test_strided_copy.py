@@ -7,8 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from kvxfer.kernels.strided_copy import launch_copy
@@ -26,7 +24,6 @@ from tests.kernels.compiling import printed_without_interpreter
 from tests.oracle import oracle_offset
 
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
-EXAMPLES = settings().max_examples if HAS_CUDA else max(10, settings().max_examples // 5)
 NUM_REGIONS = 3
 
 
@@ -175,24 +172,6 @@ def test_inner_sizes_and_the_access_they_allow(inner: int, word: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source_tokens", "sink_tokens"), [(8, 16), (16, 8), (16, 24), (24, 16), (32, 24), (64, 8)]
-)
-@pytest.mark.parametrize("layouts", ["HND HND", "HND NHD", "NHD HND", "NHD NHD"])
-def test_block_sizes_and_layouts(layouts: str, source_tokens: int, sink_tokens: int) -> None:
-    """With another offset into the first block on each side."""
-    make = {"HND": hnd, "NHD": nhd}
-    source, sink = layouts.split()
-    work = work_of(
-        make[source](source_tokens, 3, 16, first_token=5),
-        make[sink](sink_tokens, 3, 16, first_token=7),
-        70,
-        3,
-        16,
-    )
-    assert check(work) == 16
-
-
-@pytest.mark.parametrize(
     ("lead", "word"), [(0, 16), (8, 8), (4, 4), (2, 2), (1, 1), (3, 1), (48, 16)]
 )
 def test_crooked_addresses_narrow_the_access(lead: int, word: int) -> None:
@@ -204,19 +183,6 @@ def test_crooked_addresses_narrow_the_access(lead: int, word: int) -> None:
 def test_crooked_strides_narrow_the_access(padding: int, word: int) -> None:
     work = work_of(hnd(8, 2, 32, padding=padding), nhd(16, 2, 32), 20, 2, 32)
     assert check(work) == word
-
-
-def test_blocks_made_of_smaller_kernel_blocks() -> None:
-    work = work_of(
-        hnd(8, 2, 16, kernel_blocks=3, first_token=13), nhd(16, 2, 16, kernel_blocks=2), 90, 2, 16
-    )
-    check(work)
-
-
-def test_a_slice_of_the_heads() -> None:
-    """Heads 1 and 2 of 4: bases at the first wanted head; strides of all."""
-    work = work_of(hnd(16, 4, 16), nhd(8, 4, 16), 50, 2, 16)
-    check(work, lead=16)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5, 64, 1000, WHOLE_GPU])
@@ -289,39 +255,6 @@ def test_heads_and_tokens_that_lie_together_are_joined() -> None:
     # 36 and 160 tokens have 4 in common, which is enough
     assert check(replace(latent, sink=replace(latent.sink, first_token=36))) == 16
     assert check(replace(latent, num_tokens=161)) == 4
-
-
-@st.composite
-def sides(draw: st.DrawFn, heads: int, inner: int) -> CopySide:
-    kernel_tokens = draw(st.sampled_from((1, 3, 8, 16)))
-    make = draw(st.sampled_from((hnd, nhd)))
-    kernel_blocks = draw(st.integers(1, 3))
-    return make(
-        kernel_tokens,
-        heads + draw(st.integers(0, 2)),
-        inner,
-        kernel_blocks=kernel_blocks,
-        padding=draw(st.sampled_from((0, 0, 1, 4, 48))),
-        first_token=draw(st.integers(0, kernel_tokens * kernel_blocks - 1)),
-    )
-
-
-@st.composite
-def works(draw: st.DrawFn) -> CopyWork:
-    heads, inner = draw(st.integers(1, 3)), draw(st.sampled_from((1, 6, 16, 20, 48)))
-    num_tokens = draw(st.integers(0, 40))
-    return work_of(draw(sides(heads, inner)), draw(sides(heads, inner)), num_tokens, heads, inner)
-
-
-@settings(max_examples=EXAMPLES)
-@given(
-    work=works(),
-    lead=st.sampled_from((0, 1, 8, 16)),
-    programs=st.sampled_from((WHOLE_GPU, 1, 2, 3, 5, 9)),
-    seed=st.integers(0, 99),
-)
-def test_any_copy(work: CopyWork, lead: int, programs: int, seed: int) -> None:
-    check(work, lead=lead, programs=programs, seed=seed)
 
 
 def test_division_is_exact() -> None:

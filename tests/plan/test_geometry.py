@@ -19,6 +19,7 @@ from kvxfer.errors import ConfigError, IncompatiblePeer
 from kvxfer.integrations.vllm.interior import Cells, Named, look_inside
 from kvxfer.integrations.vllm.specs import LayerSpec
 from kvxfer.plan.geometry import Geometry, make_manifest, parse_geometry, stage_layers
+from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.manifest import RankId
 
 LLAMA = {
@@ -197,6 +198,20 @@ def test_groups_without_a_hybrid_manager_keep_everything(saved: Any) -> None:
             "layers=2,head_dim=512,mla=true,kv_cache_dtype=fp8_ds_mla",
             "kv_cache_dtype: expected fp8_ds_mla with mla=true and head_dim=576 only, got mla=true",
         ),
+        (
+            "layers=2,kv_heads=2,head_dim=8,tp=4,dcp=4",
+            "dcp: expected a divisor of the 2 ranks that",
+        ),
+        (
+            "layers=2,kv_heads=2,head_dim=8,dcp=2",
+            "dcp: expected a divisor of the 0 ranks that hold",
+        ),
+        ("layers=2,head_dim=8,tp=2,dcp=2,engine=kvxfer", "dcp: expected 1 with engine=kvxfer"),
+        ("layers=2,head_dim=8,tp=2,dcp=2,windows=8", "windows: expected full with dcp above 1"),
+        (
+            "layers=2,head_dim=8,tp=2,dcp=2,dcp_interleave=3",
+            "dcp_interleave: expected a divisor of the block of 16 tokens, got 3",
+        ),
         ("layers=2,head_dim=8,pp=3", "pp: expected at most 2 layers, got 3"),
         ("layers=2,head_dim=8,engine=kvxfer,block=12", "got 12 tokens; HND takes multiples of 8"),
         ("layers=2,head_dim=8,block=16,kernel_block=12", "got 16 tokens"),
@@ -336,6 +351,17 @@ def test_planes_are_those_of_vllm_s_cells(layout: str, is_latent: bool) -> None:
         assert region.stride_block == cells.block_nbytes
         assert region.kernel_blocks == 2
         assert region.stride_head == cells.stride_slot or geometry.kv_heads == 1
+
+
+def test_ranks_share_tokens_as_vllm_deals_them_out() -> None:
+    geometry = parsed("layers=2,kv_heads=2,head_dim=8,tp=8,dcp=2,dcp_interleave=4,block=8")
+    assert str(geometry).startswith("TP 8 DCP 2 by 4, blocks of 8")
+    manifest = make_manifest("--source", geometry, 41)
+    assert (manifest.facts.dcp_size, manifest.block_tokens) == (2, 16)
+    for entry in manifest.ranks:
+        (region, *_) = entry.regions
+        assert region.interleave == Interleave(2, entry.rank.tp % 2, 4)
+        assert (region.head_lo, region.num_blocks) == (entry.rank.tp // 4, 1 + 3)
 
 
 @pytest.mark.parametrize("num_layers", [4, 7, 32, 61])

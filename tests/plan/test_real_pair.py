@@ -38,6 +38,10 @@ PAIRS = {
     "tp4-tp2": (replace(SMALL, tp=4), replace(SMALL, tp=2, block=64, layout="NHD")),
     "tp1-tp2 windows": (HYBRID, replace(HYBRID, tp=2, block=48)),
     "latent": (replace(LATENT, tp=4), replace(LATENT, tp=2, block=32)),
+    "dcp": (
+        replace(LATENT, tp=4, dcp=4, dcp_interleave=16),
+        replace(LATENT, tp=2, dcp=2, block=32),
+    ),
     "stages": (replace(SMALL, pp=2, tp=2), replace(SMALL, layout="NHD", pp=3)),
     "reference": (REFERENCE, replace(REFERENCE, tp=2, block=24, layout="NHD")),
 }
@@ -158,7 +162,8 @@ def asked_of(requests: dict[tuple[str, str], ReadRequest]) -> Counter[tuple[obje
     found: Counter[tuple[object, ...]] = Counter()
     for ranks, request in requests.items():
         for pull in request.pull_classes:
-            heads, tokens = (pull.head_lo, pull.head_hi), (pull.token_lo, pull.token_hi)
+            heads = pull.head_lo, pull.head_hi
+            tokens = pull.token(pull.token_lo), pull.token(pull.token_hi - 1) + 1
             for name in pull.regions:
                 found[(*ranks, int(name.layer.split(".")[2]), heads, tokens)] += 1
     return found

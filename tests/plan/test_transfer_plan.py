@@ -41,6 +41,13 @@ def stage_of(geometry: Geometry, layer: int) -> int:
     return stages[layer]
 
 
+def keeps(geometry: Geometry, rank: str, token: int) -> bool:
+    """Ranks that share a head take so many tokens each, in turns."""
+    tp = int(rank.partition("tp")[2])
+    turns = [at for at in range(geometry.dcp) for _ in range(geometry.dcp_interleave)]
+    return turns[token % len(turns)] == tp % geometry.dcp
+
+
 def ranks(geometry: Geometry) -> list[str]:
     return [f"pp{pp}tp{tp}" for pp in range(geometry.pp) for tp in range(geometry.tp)]
 
@@ -63,7 +70,16 @@ def cells_of(plan: TransferPlan, source_rank: str, sink_rank: str) -> Iterator[C
         if (move.source, move.sink) == (source_rank, sink_rank):
             for layer in move.layers:
                 for head in range(*move.heads):
-                    yield from ((layer, head, token) for token in range(*move.tokens))
+                    tokens = [
+                        token
+                        for token in range(*move.tokens)
+                        if keeps(plan.source, source_rank, token)
+                        and keeps(plan.sink, sink_rank, token)
+                    ]
+                    assert len(tokens) == move.num_tokens
+                    assert tokens[:1] == [move.tokens[0]][: len(tokens)]
+                    assert tokens[-1:] == [move.tokens[1] - 1][: len(tokens)]
+                    yield from ((layer, head, token) for token in tokens)
 
 
 def check(plan: TransferPlan) -> None:
@@ -82,6 +98,7 @@ def check(plan: TransferPlan) -> None:
             for head in range(sink.kv_heads)
             if holds(sink, taker, layer, head)
             for token in wanted_tokens(source, sink, layer, num_tokens)
+            if keeps(sink, taker, token)
         }
         come: Counter[Cell] = Counter()
         for giver in ranks(source):
@@ -119,12 +136,18 @@ def pairs(draw: st.DrawFn) -> tuple[Geometry, Geometry]:
 
     def served() -> Geometry:
         engine = draw(st.sampled_from(("vllm", "kvxfer")))
+        tp = draw(st.sampled_from((1, 2, 4, 8)))
+        block = draw(st.sampled_from((8, 16, 24) if engine == "kvxfer" else (1, 4, 6, 16)))
+        sizes = [n for n in (1, 2, 4) if n == 1 or tp // kv_heads % n == 0 < tp // kv_heads]
+        may_share = engine == "vllm" and windows == "full"
         return replace(
             model,
             engine=engine,
-            tp=draw(st.sampled_from((1, 2, 4, 8))),
+            tp=tp,
             pp=draw(st.sampled_from((1, 1, 2))),
-            block=draw(st.sampled_from((8, 16, 24) if engine == "kvxfer" else (1, 4, 6, 16))),
+            dcp=draw(st.sampled_from(sizes)) if may_share else 1,
+            dcp_interleave=draw(st.sampled_from([n for n in (1, 2, 3, 16) if block % n == 0])),
+            block=block,
             layout=draw(st.sampled_from(("HND", "NHD"))),
             device=draw(st.sampled_from(("cpu", "cuda"))),
         )
@@ -151,6 +174,20 @@ def planned(
 
 
 LLAMA = Geometry(layers=32, kv_heads=8, head_dim=128)
+
+
+def test_ranks_that_share_the_tokens_of_a_head() -> None:
+    """Runs of 16 over two ranks, and single tokens over four."""
+    latent = Geometry(layers=4, head_dim=576, mla=True, tp=2, dcp=2, dcp_interleave=16)
+    moves = planned(latent, replace(latent, tp=1, dcp=1), 2048).moves
+    assert [(move.source, move.words[2]) for move in moves] == [
+        ("pp0tp0", "1024 of 0-2031"),
+        ("pp0tp1", "1024 of 16-2047"),
+    ]
+    assert {move.nbytes for move in moves} == {1024 * 4 * 576 * 2}
+    plan = planned(latent, replace(latent, tp=4, dcp=4, dcp_interleave=1), 100)
+    check(plan)
+    assert len(plan.moves) == 8
 
 
 @pytest.mark.parametrize("fault", ["head", "token", "layer", "rank", "nbytes", "twice", "silent"])

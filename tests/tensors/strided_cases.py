@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.transfer.layout import Region
+from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import Base, CopyClass, RegionName, Side, Tile
+from tests.builders import HEADER_NBYTES, EngineShape, LayoutName, Outermost, build_regions
 from tests.oracle import oracle_bytes, oracle_copy, oracle_order
 
 Bytes = NDArray[np.uint8]
@@ -31,8 +33,8 @@ class Shape:
 
     block_tokens: int
     kernel_blocks: int
-    layout: str
-    outermost: str
+    layout: LayoutName
+    outermost: Outermost
     head_lo: int
     num_heads: int
     padding_nbytes: int
@@ -100,52 +102,34 @@ class Pool:
 def make_pool(shape: Shape, case: Case, *, poison: bool, seed: int) -> Pool:
     """Layers alternate between two memories; ``lead_nbytes`` make the bases crooked."""
     rng = np.random.default_rng(seed)
-    inner, heads = case.inner_nbytes, shape.num_heads
-    kernel_tokens = shape.block_tokens // shape.kernel_blocks
-    unit = inner * (2 if shape.outermost == "inner" else 1)
-    block_nbytes = kernel_tokens * heads * unit + shape.padding_nbytes
     num_needed = -(-case.token_hi // shape.block_tokens)
     num_blocks = num_needed + 3
-    num_kernel_blocks = num_blocks * shape.kernel_blocks
-    stride_token, stride_head = (
-        (unit, kernel_tokens * unit) if shape.layout == "HND" else (heads * unit, unit)
+    engine = EngineShape(
+        num_kv_heads=shape.num_heads,
+        num_layers=NUM_LAYERS,
+        block_tokens=shape.block_tokens,
+        kernel_blocks=shape.kernel_blocks,
+        num_blocks=num_blocks,
+        inner_nbytes=case.inner_nbytes,
+        layout=shape.layout,
+        outermost=shape.outermost,
+        padding_nbytes=shape.padding_nbytes,
+        turned=("k",) if shape.is_turned else (),
+        channel_nbytes=case.channel_nbytes,
     )
-    stride_block, stride_plane = {
-        "planes": (block_nbytes, num_kernel_blocks * block_nbytes),
-        "blocks": (2 * block_nbytes, block_nbytes),
-        "inner": (block_nbytes, inner),
-    }[shape.outermost]
-    turned_head, element = stride_head, case.channel_nbytes
-    if shape.is_turned:
-        if shape.outermost == "inner":  # of each head all of K, then all of V
-            stride_token, stride_plane = inner, kernel_tokens * inner
-            stride_head = turned_head = kernel_tokens * unit
-        else:
-            turned_head = kernel_tokens * inner
-    layer_nbytes = num_kernel_blocks * block_nbytes * (1 if shape.outermost == "inner" else 2)
-    regions = tuple(
-        Region(
-            layer=f"layers.{layer}",
-            plane=plane,
-            group=0,
+    built, nbytes = build_regions(engine, RankId(0, 0))
+    layer_nbytes = (nbytes - HEADER_NBYTES) // NUM_LAYERS
+    regions = []
+    for region in built:
+        layer, within = divmod(region.offset - HEADER_NBYTES, layer_nbytes)
+        moved = msgspec.structs.replace(
+            region,
             memory=layer % 2,
-            offset=shape.lead_nbytes + layer // 2 * layer_nbytes + plane_index * stride_plane,
-            num_blocks=num_blocks,
-            block_tokens=shape.block_tokens,
+            offset=shape.lead_nbytes + layer // 2 * layer_nbytes + within,
             head_lo=shape.head_lo,
-            head_hi=shape.head_lo + heads,
-            inner_nbytes=inner,
-            stride_block=stride_block,
-            stride_head=turned_head if is_turned else stride_head,
-            stride_token=element if is_turned else stride_token,
-            channel_nbytes=element if is_turned else 0,
-            stride_channel=kernel_tokens * element if is_turned else 0,
-            kernel_blocks=shape.kernel_blocks,
+            head_hi=shape.head_lo + shape.num_heads,
         )
-        for layer in range(NUM_LAYERS)
-        for plane_index, plane in enumerate(("k", "v"))
-        for is_turned in (shape.is_turned and plane == "k",)
-    )
+        regions.append(moved)
     # Exactly as long as the regions: a row too far is an error and not a neighbour.
     sizes = [shape.lead_nbytes + layers * layer_nbytes for layers in (2, 1)]
     memories = [
@@ -153,7 +137,7 @@ def make_pool(shape: Shape, case: Case, *, poison: bool, seed: int) -> Pool:
         for size in sizes
     ]
     ids = np.arange(num_blocks) if case.in_order else rng.permutation(num_blocks)
-    return Pool(regions, memories, ids[:num_needed].astype(np.int64))
+    return Pool(tuple(regions), memories, ids[:num_needed].astype(np.int64))
 
 
 def copy_class_of(case: Case, source: Pool, sink: Pool, planes: str = "kv") -> CopyClass:
@@ -287,11 +271,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def plain(
-    layout: str,
+    layout: LayoutName,
     block_tokens: int,
     *,
     num_heads: int,
-    outermost: str = "planes",
+    outermost: Outermost = "planes",
     is_turned: bool = False,
 ) -> Shape:
     return Shape(
@@ -304,6 +288,42 @@ def plain(
         padding_nbytes=0,
         lead_nbytes=64,
         is_turned=is_turned,
+    )
+
+
+def one_case(
+    source: str = "HND 16",
+    sink: str = "NHD 32",
+    *,
+    span: tuple[int, int] = (0, 70),
+    inner: int = 8,
+    channel: int = 0,
+    num_heads: int = 2,
+) -> Case:
+    """Sides as "HND 16", or "HND 16 turned", then maybe what is outermost."""
+    shapes = []
+    for name in (source, sink):
+        layout, tokens, *more = name.split()
+        shapes.append(
+            plain(
+                "HND" if layout == "HND" else "NHD",
+                int(tokens),
+                num_heads=num_heads,
+                outermost="inner" if "inner" in more else "planes",
+                is_turned="turned" in more,
+            )
+        )
+    return Case(
+        source=shapes[0],
+        sink=shapes[1],
+        inner_nbytes=inner,
+        head_lo=0,
+        head_hi=num_heads,
+        token_lo=span[0],
+        token_hi=span[1],
+        in_order=False,
+        seed=7,
+        channel_nbytes=channel or 1,
     )
 
 

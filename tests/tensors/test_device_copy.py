@@ -45,7 +45,7 @@ from tests.tensors.strided_cases import (
     expected,
     make_pool,
     naive_dense,
-    plain,
+    one_case,
 )
 from tests.transfer.test_states import KINDS, StateCase, shape_of
 
@@ -160,32 +160,6 @@ def small(case: Case) -> Case:
         return case
     num_tokens = 20 if case.inner_nbytes > 100 else 80
     return replace(case, token_hi=min(case.token_hi, case.token_lo + num_tokens))
-
-
-def one_case(
-    source: str = "HND 16",
-    sink: str = "NHD 32",
-    *,
-    span: tuple[int, int] = (0, 70),
-    inner: int = 8,
-    channel: int = 0,
-) -> Case:
-    shapes = []
-    for name in (source, sink):
-        layout, tokens, *more = name.split()
-        shapes.append(plain(layout, int(tokens), num_heads=2, is_turned="turned" in more))
-    return Case(
-        source=shapes[0],
-        sink=shapes[1],
-        inner_nbytes=inner,
-        head_lo=0,
-        head_hi=2,
-        token_lo=span[0],
-        token_hi=span[1],
-        in_order=False,
-        seed=1,
-        channel_nbytes=channel or 1,
-    )
 
 
 def test_a_prefix_that_ends_inside_a_block_of_kernel_blocks() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvxfer.kernels.block_rewrite import BlockOrder
+from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite
 from kvxfer.kernels.rewrite_kernel import rewrite_blocks
 from kvxfer.tensors.postprocess import (
     Postprocessor,
@@ -27,6 +27,7 @@ from kvxfer.tensors.postprocess import (
     zero_uncovered_tokens,
 )
 from tests.helpers import assert_same_bytes, poisoned
+from tests.kernels.rewrite_cases import moved
 
 Function = Literal["blksize", "layout", "both"]
 TOKEN_MAJOR: dict[Function, bool] = {"blksize": False, "layout": True, "both": True}
@@ -79,17 +80,16 @@ def received(case: Case, seed: int = 0) -> Tensor:
 
 
 def naive(case: Case, memory: Tensor) -> Tensor:
-    """The same memory afterwards: one element of a head of a token after the other."""
-    before = memory.view(torch.uint8).reshape(case.num_blocks, -1, case.width * case.dtype.itemsize)
-    after = before.clone()
-    heads, tokens, small = case.num_heads, case.num_tokens, case.small_tokens
+    """The same memory afterwards."""
+    local = BlockOrder(case.num_tokens, by_head=not TOKEN_MAJOR[case.function])
+    received = BlockOrder(case.small_tokens, by_head=True)
+    after = memory.view(torch.uint8).clone()
+    rows = after.view(case.num_blocks, -1, case.width * case.dtype.itemsize)
     for block in case.ids:
-        for token, head in product(range(tokens), range(heads)):
-            part, slot = divmod(token, small)
-            was = (part * heads + head) * small + slot
-            becomes = token * heads + head if TOKEN_MAJOR[case.function] else head * tokens + token
-            after[block, becomes] = before[block, was]
-    return after.reshape(memory.view(torch.uint8).shape).view(case.dtype)
+        rows[block : block + 1] = moved(
+            BlockRewrite(case.num_heads, received, local), rows[block : block + 1]
+        )
+    return after.view(case.dtype)
 
 
 def check(case: Case, device: torch.device | str = "cpu") -> None:
@@ -139,24 +139,6 @@ def cases(draw: st.DrawFn) -> Case:
 @given(case=cases())
 def test_every_case_matches_the_loops(case: Case) -> None:
     check(case)
-
-
-GRID = [
-    Case(function, ratio, heads, small, 2, dtype, heads_first, (4, 0, 3))
-    for function, ratio, (heads, small), dtype, heads_first in product(
-        FUNCTIONS,
-        (1, 2, 3, 4),
-        ((3, 4), (1, 4), (4, 1), (8, 2), (1, 1), (2, 8)),
-        (torch.uint8, torch.bfloat16),
-        (True, False),
-    )
-    if function != "layout" or ratio == 1
-]
-
-
-def test_the_grid_matches_the_loops() -> None:
-    for case in GRID:
-        check(case)
 
 
 @pytest.mark.gpu
@@ -336,15 +318,13 @@ def rewritten_by_loops(view: Tensor, small: int, ids: list[int], num_covered: in
     """The logical content afterwards of a view whose blocks received [H, small, D] each."""
     by_head = view.stride(1) > view.stride(2)
     num_heads, num_tokens = view.shape[1:3]
-    as_stored = view if by_head else view.transpose(1, 2)
-    rows = as_stored.cpu().reshape(view.shape[0], num_heads * num_tokens, -1)
-    stream = torch.cat([rows[block] for block in ids])
+    rewrite = BlockRewrite(num_heads, BlockOrder(small, True), BlockOrder(num_tokens, by_head))
     after = view.cpu().clone()
-    for token, head in product(range(len(ids) * num_tokens), range(num_heads)):
-        part, slot = divmod(token, small)
-        row = stream[(part * num_heads + head) * small + slot]
-        kept = row if token < num_covered else torch.zeros_like(row)
-        after[ids[token // num_tokens], head, token % num_tokens] = kept
+    stored = after if by_head else after.transpose(1, 2)
+    rows = moved(rewrite, stored[ids].reshape(len(ids), num_heads * num_tokens, -1))
+    stored[ids] = rows.view(stored[ids].shape)
+    for position in range(num_covered, len(ids) * num_tokens):
+        after[ids[position // num_tokens], :, position % num_tokens] = 0
     return after
 
 

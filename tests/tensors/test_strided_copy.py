@@ -31,7 +31,7 @@ from tests.tensors.strided_cases import (
     expected,
     make_pool,
     naive_dense,
-    plain,
+    one_case,
     tile,
 )
 
@@ -116,18 +116,9 @@ def test_chunks_match_the_oracle(case: Case, chunk_tokens: int) -> None:
 def test_every_pair_of_block_sizes_and_layouts(
     layouts: str, source_tokens: int, sink_tokens: int
 ) -> None:
-    source_layout, sink_layout = layouts.split()
-    case = Case(
-        source=plain(source_layout, source_tokens, num_heads=2),
-        sink=plain(sink_layout, sink_tokens, num_heads=2),
-        inner_nbytes=6,
-        head_lo=0,
-        head_hi=2,
-        token_lo=13,
-        token_hi=141,
-        in_order=False,
-        seed=7,
-    )
+    source, sink = layouts.split()
+    sides = f"{source} {source_tokens}", f"{sink} {sink_tokens}"
+    case = one_case(*sides, span=(13, 141), inner=6)
     check_direct(case)
     check_chunks(case, 48)
 
@@ -141,20 +132,9 @@ def test_every_pair_of_block_sizes_and_layouts(
 def test_every_pair_of_block_sizes_with_channels_apart(
     span: tuple[int, int], turned: str, layout: str, source_tokens: int, sink_tokens: int
 ) -> None:
-    case = Case(
-        source=plain(layout, source_tokens, num_heads=2, is_turned=turned != "sink"),
-        sink=plain(
-            layout, sink_tokens, num_heads=2, is_turned=turned != "source", outermost="inner"
-        ),
-        inner_nbytes=12,
-        head_lo=0,
-        head_hi=2,
-        token_lo=span[0],
-        token_hi=span[1],
-        in_order=False,
-        seed=7,
-        channel_nbytes=4,
-    )
+    source = f"{layout} {source_tokens} {'turned' if turned != 'sink' else ''}"
+    sink = f"{layout} {sink_tokens} inner {'turned' if turned != 'source' else ''}"
+    case = one_case(source, sink, span=span, inner=12, channel=4)
     check_direct(case)
     check_chunks(case, 48)
 
@@ -189,32 +169,11 @@ def test_sides_must_agree_on_channels() -> None:
 
 def test_pieces_are_cut_and_joined() -> None:
     # 4608 bytes a token: pieces of 1 MiB hold 227 tokens, so 400 tokens are several pieces.
-    case = Case(
-        source=plain("NHD", 24, num_heads=4),
-        sink=plain("HND", 32, num_heads=4),
-        inner_nbytes=1152,
-        head_lo=0,
-        head_hi=4,
-        token_lo=5,
-        token_hi=405,
-        in_order=False,
-        seed=3,
-    )
-    check_direct(case)
+    check_direct(one_case("NHD 24", "HND 32", span=(5, 405), inner=1152, num_heads=4))
 
 
 def small_case() -> tuple[Case, Pool, Pool, CopyClass]:
-    case = Case(
-        source=plain("HND", 16, num_heads=2),
-        sink=plain("NHD", 32, num_heads=2),
-        inner_nbytes=8,
-        head_lo=0,
-        head_hi=2,
-        token_lo=0,
-        token_hi=70,
-        in_order=False,
-        seed=1,
-    )
+    case = one_case()
     source = make_pool(case.source, case, poison=False, seed=1)
     sink = make_pool(case.sink, case, poison=True, seed=2)
     return case, source, sink, copy_class_of(case, source, sink)
