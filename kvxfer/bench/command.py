@@ -83,7 +83,7 @@ def parser_of(names: Sequence[str]) -> argparse.ArgumentParser:
         told = dict(option.words)
         if "choices" in told:  # or argparse writes all of them into a line, twice
             told["metavar"] = option.flag[2:].upper()
-            told["help"] = f"{told['help']}: {', '.join(told['choices'])}"
+            told["help"] = fill(f"{told['help']}: {', '.join(told['choices'])}", 55)
         parser.add_argument(option.flag, default=None, **told)
     return parser
 
