@@ -50,7 +50,7 @@ def test_what_was_not_read_is_counted_to_the_byte(router: Socket, inbox: Inbox) 
         assert router.poll(10_000)
         ((_, frame),) = inbox.receive()
         backlog = Backlog(int(frame.get(zmq.SRCFD)))
-        backlog.note([frame])
+        backlog.heard([frame])
         assert backlog.look(was_empty=True) == 0
         long = b"\x02" + (1000).to_bytes(8, "big") + bytes(1000)
         peer.sendall(zmtp.frame(b"y" * 255) + long + zmtp.EMPTY_PART * 500)
@@ -60,7 +60,7 @@ def test_what_was_not_read_is_counted_to_the_byte(router: Socket, inbox: Inbox) 
             while number:
                 assert router.poll(10_000)
                 for frames in inbox.receive():
-                    backlog.note(frames[1:])
+                    backlog.heard(frames[1:])
                     number -= 1
 
         read(2)
