@@ -93,7 +93,8 @@ class Connection:
         return self.table.is_idle and not len(self.sends)
 
     def close_lane(self) -> None:
-        if self.is_lost and not self.table.num[SourceSlot.FILLING] and self.lane is not None:
+        """Once nothing is packed into it any more."""
+        if self.lane is not None and not self.table.num[SourceSlot.FILLING]:
             self.lane.close()
             self.lane = None
 

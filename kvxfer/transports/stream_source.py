@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 
 import zmq
 
@@ -62,7 +63,6 @@ from kvxfer.transports.stream_wire import (
     Join,
     Refused,
     Streams,
-    ToSource,
     decode_credit,
     decode_to_source,
     encode,
@@ -74,6 +74,7 @@ _log = logging.getLogger("kvxfer.transports")
 
 LARGE_CHUNK_NBYTES = 8 << 20
 """Chunks that any sink may ask for; larger ones only where no smaller ``chunk_nbytes`` is set."""
+_NBYTES = attrgetter("nbytes")
 BEHIND_NBYTES = 1 << 20
 """What a sink may have sent that was not read: its longest message has 20 KB."""
 
@@ -84,16 +85,12 @@ class _Transfer:
     class, those of the tokens before ``open_tokens``.
     """
 
+    name: ReadName
     request: SendRequest
     chunks: Sequence[Chunk]
     block_ids: Sequence[Ids]
     open_tokens: int
     connection: Connection | None = None
-
-    @property
-    def name(self) -> ReadName:
-        key = self.request.key
-        return key.nonce, key.incarnation, key.sink_rank
 
 
 class StreamSource(SendingSource):
@@ -126,13 +123,14 @@ class StreamSource(SendingSource):
             self.name = self._pipe.name
             self._admission = Admission(self._pipe, config, memory.device.type)
             self._router = self._listen(config, context)
+            self._sockets = (self._router.socket, self._router.monitor)
             undo.pop_all()
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._leaving: dict[Connection, None] = {}
         """Those that have slots which the pipe still sends."""
         self._unpumped: dict[Connection, None] = {}
         """Those that may have room for more than was begun in this turn, in their order."""
-        self._num_begun = 0
+        self._num_begun = self._num_jobs = 0
 
     def _listen(self, config: Config, context: Context) -> Router:
         # Twice the longest valid message: a message that is a little too long is counted before one
@@ -156,12 +154,15 @@ class StreamSource(SendingSource):
         return self._router.endpoint
 
     def pollables(self) -> Sequence[Readable]:
-        return (self._router.socket, self._router.monitor, *self._pipe.fds())
+        return (*self._sockets, *self._pipe.fds()) if self._pipe.is_driven else self._sockets
 
     @property
     def is_idle(self) -> bool:
-        is_busy = self._transfers or self._completions or self._trials.is_busy
-        return not (is_busy or len(self._connections)) and self._pipe.is_idle
+        if self._num_jobs or self._completions or self._unpumped or self._trials.num_busy:
+            return False
+        if not self._pipe.is_driven:
+            return True
+        return not (self._transfers or len(self._connections)) and self._pipe.is_idle
 
     @property
     def is_settled(self) -> bool:  # type: ignore[override]  # others have an attribute
@@ -185,9 +186,11 @@ class StreamSource(SendingSource):
             self._completions.tell(Sent(request.key, 0))
             return
         ids = all_side_ids(request.sides, request.block_ids)
-        transfer = _Transfer(request, chunks, ids, request.open_tokens)
-        self._transfers[request.key] = transfer
-        connection = self._connections.of_read(transfer.name)
+        key = request.key
+        name = (key.nonce, key.incarnation, key.sink_rank)
+        transfer = _Transfer(name, request, chunks, ids, request.open_tokens)
+        self._transfers[key] = transfer
+        connection = self._connections.of_read(name)
         if connection is not None:
             self._join(transfer, connection)
             self._pump(connection)
@@ -236,7 +239,7 @@ class StreamSource(SendingSource):
         connection.sends.begin(transfer.request.key, transfer.chunks, transfer.open_tokens)
         if not self._open_lane(connection):
             return  # it has stopped with the connection
-        if max(chunk.nbytes for chunk in transfer.chunks) > connection.slots.slot_nbytes:
+        if max(map(_NBYTES, transfer.chunks)) > connection.slots.slot_nbytes:
             self.counts["too_large"] += 1
             self._stop(transfer.request.key, Reason.PLAN)
 
@@ -277,14 +280,14 @@ class StreamSource(SendingSource):
 
     def _pump(self, connection: Connection) -> None:
         """Give free slots to the connection's transfers in turn, as many as the packer takes."""
-        while not connection.is_lost and connection.sends.has_more:
-            if self._num_begun >= self._packer.num_at_once:
-                self._unpumped[connection] = None
-                self._wake()
-                return
+        while not connection.is_lost and self._num_begun < self._packer.num_at_once:
             fill = connection.sends.next_fill()
-            if fill is not None:
-                self._pack(connection, fill)
+            if fill is None:
+                return
+            self._pack(connection, fill)
+        if not connection.is_lost and connection.sends.has_more:
+            self._unpumped[connection] = None
+            self._wake()
 
     def _pack(self, connection: Connection, fill: Fill) -> None:
         transfer, chunk = self._transfers[fill.key], fill.chunk
@@ -296,23 +299,22 @@ class StreamSource(SendingSource):
             dense=connection.lane,
             order=transfer.request.classes[number].order,
         )
+        self._num_jobs += 1
         self._packer.submit(job)
         # What was packed at once leaves before the next one is begun.
         self._num_begun = self._packer.num_at_once if job.end else self._num_begun + 1
-
-    def _take_packed(self) -> None:
-        for job in self._packer.drain():
-            self._on_packed(job)
 
     def _on_packed(self, job: ChunkJob) -> None:
         connection, sequence, is_packed = job.owner, job.chunk.sequence, job.end is CopyEnd.DONE
         assert isinstance(connection, Connection)
         del connection.jobs[job.slot]
+        self._num_jobs -= 1
         if not is_packed and connection.sends.is_wanted(job.key):
             self.counts["pack_failed"] += 1
             _log.warning("packing chunk %d failed: %s", sequence, job.error)
         actions = connection.sends.filled(job.key, sequence, is_packed=is_packed)
-        connection.close_lane()
+        if connection.is_lost:
+            connection.close_lane()
         self._perform(connection, actions)
         if connection.table.states[job.slot] is SourceSlot.FREE:
             self._pump(connection)
@@ -337,6 +339,19 @@ class StreamSource(SendingSource):
         self._pipe.progress()
         for connection in list(self._leaving):
             self._announce_sent(connection)
+
+    def _hear(self) -> None:
+        for connection in self._connections.all():
+            try:
+                messages = () if connection.lane is None else connection.lane.heard()
+            except PipeBroken as exc:
+                self._lose_pipe(connection, exc)
+                continue
+            for message in messages:
+                try:
+                    self._on_credit(connection, decode_credit(memoryview(message)))
+                except ProtocolError as exc:
+                    self._drop(exc)
 
     def _announce_sent(self, connection: Connection) -> None:
         if connection.lane is None or connection.is_lost:
@@ -366,17 +381,23 @@ class StreamSource(SendingSource):
 
     def poll(self) -> list[SourceCompletion]:
         for frames in self._router.poll():
-            self._on_message(frames)
+            self._on_message(bytes(frames[0].buffer), frames)
         self._lose_gone()
         self._take_packed()
-        if self._trials.is_busy:
+        if self._trials.num_busy:
             for connection, header in self._trials.drain():
                 self._on_trial_filled(connection, header)
-        self._progress()
-        self._hear()
+        if self._pipe.is_driven:
+            self._progress()
+            self._hear()
         self._pump_more()
         self._take_packed()  # what was packed at once leaves in this very round
         return self._completions.take()
+
+    def _take_packed(self) -> None:
+        if self._num_jobs:
+            for job in self._packer.drain():
+                self._on_packed(job)
 
     def inspect(self) -> None:
         num_failed = self._router.inspect()
@@ -404,11 +425,12 @@ class StreamSource(SendingSource):
 
     # -- messages of the sinks
 
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
-        identity = bytes(frames[0].buffer)
+    def _on_message(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         connection = self._connections.get(identity)
         try:
-            decoded = _decode(frames)
+            if len(frames) != 2:
+                raise ProtocolError(f"data message: expected 1 frame, got {len(frames) - 1}")  # noqa: TRY301
+            decoded = decode_to_source(frames[1].buffer)
         except ProtocolError as exc:
             self._drop(exc)
             if connection is not None:  # perhaps a credit, without which a slot never comes back
@@ -431,21 +453,6 @@ class StreamSource(SendingSource):
                     self._on_credit(connection, message)
         except ProtocolError as exc:
             self._drop(exc)
-
-    def _hear(self) -> None:
-        for connection in self._connections.all():
-            if connection.lane is None:
-                continue
-            try:
-                messages = connection.lane.heard()
-            except PipeBroken as exc:
-                self._lose_pipe(connection, exc)
-                continue
-            for message in messages:
-                try:
-                    self._on_credit(connection, decode_credit(memoryview(message)))
-                except ProtocolError as exc:
-                    self._drop(exc)
 
     def _drop(self, error: ProtocolError) -> None:
         self.counts["malformed"] += 1
@@ -626,9 +633,3 @@ class StreamSource(SendingSource):
             if identity != connection.identity:
                 self._refuse(connection.identity, "one of its streams has ended; attach anew")
             self._lose(connection)
-
-
-def _decode(frames: list[zmq.Frame]) -> ToSource:
-    if len(frames) != 2:
-        raise ProtocolError(f"data message: expected 1 frame, got {len(frames) - 1}")
-    return decode_to_source(frames[1].buffer)
