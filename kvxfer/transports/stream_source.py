@@ -35,7 +35,7 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.channel import IN_USE, Bounds, Context, Router
-from kvxfer.transports.copy_thread import Copier, CopyEnd
+from kvxfer.transports.copy_thread import Copier, CopyEnd, Mailbox
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
 from kvxfer.transports.stream_connections import (
@@ -50,7 +50,7 @@ from kvxfer.transports.stream_connections import (
 )
 from kvxfer.transports.stream_machine import Cancel, Fill, SlotEvent, SourceAction, SourceSlot
 from kvxfer.transports.stream_packing import ChunkJob, Ids, Packer, make_packer
-from kvxfer.transports.stream_trial import TrialGiver
+from kvxfer.transports.stream_trial import TrialFill, trial_slot
 from kvxfer.transports.stream_wire import (
     CONTROL_MAX_NBYTES,
     FRAME_MAX_NBYTES,
@@ -63,6 +63,7 @@ from kvxfer.transports.stream_wire import (
     Join,
     Refused,
     Streams,
+    TrialHeader,
     decode_credit,
     decode_to_source,
     encode,
@@ -114,7 +115,9 @@ class StreamSource(SendingSource):
         self._config, self._wake = config, wake
         self._connections = Connections()
         self._completions: Completions[SourceCompletion] = Completions(wake)
-        self._trials = TrialGiver(copy_thread, wake)
+        self._copy_thread = copy_thread
+        self._filled: Mailbox[TrialFill] = Mailbox(wake)
+        self._num_filling = 0
         with ExitStack() as undo:
             self._packer = packer or make_packer(memory, config, copy_thread, wake)
             undo.callback(self._packer.close)
@@ -158,7 +161,7 @@ class StreamSource(SendingSource):
 
     @property
     def is_idle(self) -> bool:
-        if self._num_jobs or self._completions or self._unpumped or self._trials.num_busy:
+        if self._num_jobs or self._completions or self._unpumped or self._num_filling:
             return False
         if not self._pipe.is_driven:
             return True
@@ -384,9 +387,9 @@ class StreamSource(SendingSource):
             self._on_message(bytes(frames[0].buffer), frames)
         self._lose_gone()
         self._take_packed()
-        if self._trials.num_busy:
-            for connection, header in self._trials.drain():
-                self._on_trial_filled(connection, header)
+        if self._num_filling:
+            for fill in self._filled.drain():
+                self._on_trial_filled(fill)
         if self._pipe.is_driven:
             self._progress()
             self._hear()
@@ -415,8 +418,8 @@ class StreamSource(SendingSource):
             self._stop(key, None)
         while self._transfers:
             self._on_packed(self._packer.take())
-        for connection, header in self._trials.close():
-            self._on_trial_filled(connection, header)
+        while self._num_filling:
+            self._on_trial_filled(self._filled.take())
         for connection in self._connections.all():
             self._lose(connection)
         self._packer.close()
@@ -499,10 +502,10 @@ class StreamSource(SendingSource):
         anybody can attach. It attaches anew when it has a transfer.
         """
         idle = [each for each in self._connections.all() if each.is_idle]
-        if not idle:
-            return False
-        oldest = min(idle, key=lambda each: not each.is_trial and any(each.table.generations))
-        return self._end(oldest, "idle, and too many others; attach anew")
+        unused = [each for each in idle if each.is_trial or not any(each.table.generations)]
+        for oldest in (unused or idle)[:1]:
+            self._end(oldest, "idle, and too many others; attach anew")
+        return bool(idle)
 
     def _make_room_of_staging(self, nbytes: int, *, is_trial: bool) -> bool:
         """The same for as much staging: of idle sinks, and of those that owe credits for so long
@@ -524,10 +527,9 @@ class StreamSource(SendingSource):
                 return True
         return False
 
-    def _end(self, connection: Connection, detail: str) -> bool:
+    def _end(self, connection: Connection, detail: str) -> None:
         self.counts["sent_away"] += 1
         self._send_away(connection, detail)
-        return True
 
     def _on_expect(self, connection: Connection, message: Expect) -> None:
         if connection.is_trial:
@@ -558,20 +560,41 @@ class StreamSource(SendingSource):
     def _on_trial(self, connection: Connection, message: AskTrial) -> None:
         if not connection.is_trial:
             raise ProtocolError("trial: expected a connection that is a trial's")
-        slot = self._trials.check(connection, message)
+        slot = trial_slot(connection, message.nbytes)
         if slot is None:
             self.counts["too_many_trials"] += 1
         elif self._open_lane(connection):
-            self._trials.fill(connection, slot, message.nbytes)
+            self._fill_trial(connection, slot, message.nbytes)
 
-    def _on_trial_filled(self, connection: Connection, header: Header | None) -> None:
+    def _fill_trial(self, connection: Connection, slot: int, nbytes: int) -> None:
+        """On the copy thread, unless the slot still has what is asked for."""
+        connection.num_trials += 1
+        connection.table.fill(slot)
+        header = TrialHeader(nbytes, slot, connection.table.generations[slot])
+        fill = TrialFill(connection, header, self._filled)
+        self._num_filling += 1
+        if connection.trial_slots.get(slot) == nbytes:
+            fill.end = CopyEnd.DONE
+            fill.on_end()
+        else:
+            connection.trial_slots[slot] = nbytes
+            self._copy_thread.submit(fill)
+
+    def _on_trial_filled(self, fill: TrialFill) -> None:
+        self._num_filling -= 1
+        connection, header = fill.connection, fill.header
+        is_filled = fill.end is CopyEnd.DONE
+        if is_filled:
+            connection.table.move(header.slot, SlotEvent.FILLED)
+        else:
+            connection.table.empty(header.slot)
         if connection.is_lost:
             connection.close_lane()
-        elif header is None:
-            self._send_away(connection, "the trial cannot be packed")
-        else:
+        elif is_filled:
             connection.table.leave(header.slot)
             self._give(connection, header)
+        else:
+            self._send_away(connection, "the trial cannot be packed")
 
     def _tell(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
         is_sent = self._router.send(identity, *frames)
