@@ -130,10 +130,10 @@ class Router:
         there this is one call: a read from an empty socket costs twice as much.
         """
         for socket, _ in self._poller.poll(0):
-            if socket is self.monitor:
-                self.visitors.meet()
-            else:
-                yield from self.receive()
+            if socket is self.socket:
+                return self.receive()
+            self.visitors.meet()
+        return iter(())
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """The messages that came, each with the peer's identity first, for one turn. Of a message

@@ -281,8 +281,16 @@ class StreamSink(ReceivingSink):
         """What the pipe has brought, and what was unpacked meanwhile. True if it was some of a read
         and not the end of any: then more of it follows soon.
         """
-        num_before = len(self._completions)
-        self._progress()
+        num_before, has_freed, is_driven = len(self._completions), True, self._pipe.is_driven
+        while has_freed:  # what is freed is posted again, which is progress, too
+            if is_driven:
+                self._pipe.progress()
+            has_freed = False
+            for link in list(self._links.values()):
+                if is_driven:
+                    self._hear(link)
+                if link.table.num[SinkSlot.AWAITED]:
+                    has_freed |= self._collect(link)
         self._take_unpacked()
         return {*map(type, self._completions[num_before:])} == {Progress}
 
@@ -387,18 +395,6 @@ class StreamSink(ReceivingSink):
             self.counts["foreign_source" if is_foreign else unwanted] += 1
 
     # -- payloads
-
-    def _progress(self) -> None:
-        has_freed, is_driven = True, self._pipe.is_driven
-        while has_freed:  # what is freed is posted again, which is progress, too
-            if is_driven:
-                self._pipe.progress()
-            has_freed = False
-            for link in list(self._links.values()):
-                if is_driven:
-                    self._hear(link)
-                if link.table.num[SinkSlot.AWAITED]:
-                    has_freed |= self._collect(link)
 
     def _hear(self, link: Link) -> None:
         try:
