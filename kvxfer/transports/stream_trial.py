@@ -21,7 +21,7 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.costs import WireCosts, fit_costs
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Trial
+from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Readable, Trial
 from kvxfer.transports.channel import MANY_PARTS, Context
 from kvxfer.transports.copy_thread import CopyJob, Mailbox
 from kvxfer.transports.pipe import DEVICE_TRIAL_NBYTES, Pipe, PipeBroken, chunk_s, trial_slots
@@ -284,6 +284,7 @@ class TrialTaker:
     def _look(self, most_s: float) -> None:
         """Wait for what the source or the pipe has to say."""
         dealer = self._dealer
+        sockets: tuple[Readable, ...]
         sockets = (dealer.socket, dealer.monitor, self._wake.fd, *self._pipe.fds())
         ready = dict(make_poller(sockets).poll(max(1, round(most_s * 1000))))
         self._wake.clear()

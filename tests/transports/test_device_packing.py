@@ -21,7 +21,7 @@ from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import launches, registry, stream_source
+from kvxfer.transports import launches, registry, stream_source, stream_trial
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -179,7 +179,7 @@ def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
 ) -> None:
     attached: list[tuple[int, int]] = []
     asked: list[int] = []
-    admit, check = Admission.admit, stream_source.trial_slot
+    admit, check = Admission.admit, stream_trial.trial_slot
 
     def seen_admit(self: Admission, message: Attach, num_streams: int) -> Slots:
         attached.append((message.num_slots, message.slot_nbytes))
