@@ -226,13 +226,13 @@ class Pipe(ABC):
     """
     has_streams: bool = False
     """Whether its payloads travel with their announcements, over whichever of several streams."""
-    is_driven: bool = True
-    """Whether ``progress``, ``tell`` and ``heard`` do something; False where all that a connection
-    has goes through ZeroMQ.
-    """
     reads_peers: bool = False
     """Whether its library reads what peers send, in ways that kvxfer cannot check before; see
     ``native_peers``.
+    """
+    is_driven: bool = True
+    """Whether ``progress``, ``tell`` and ``heard`` do something; False where all that a connection
+    has goes through ZeroMQ.
     """
 
     @classmethod

@@ -126,7 +126,6 @@ class StreamSource(SendingSource):
             self.name = self._pipe.name
             self._admission = Admission(self._pipe, config, memory.device.type)
             self._router = self._listen(config, context)
-            self._sockets = (self._router.socket, self._router.monitor)
             undo.pop_all()
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._leaving: dict[Connection, None] = {}
@@ -134,6 +133,7 @@ class StreamSource(SendingSource):
         self._unpumped: dict[Connection, None] = {}
         """Those that may have room for more than was begun in this turn, in their order."""
         self._num_begun = self._num_jobs = 0
+        self._sockets = (self._router.socket, self._router.monitor)
 
     def _listen(self, config: Config, context: Context) -> Router:
         # Twice the longest valid message: a message that is a little too long is counted before one
