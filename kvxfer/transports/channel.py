@@ -130,10 +130,10 @@ class Router:
         there this is one call: a read from an empty socket costs twice as much.
         """
         for socket, _ in self._poller.poll(0):
-            if socket is self.monitor:
-                self.visitors.meet()
-            else:
-                yield from self.receive()
+            if socket is self.socket:
+                return self.receive()
+            self.visitors.meet()
+        return iter(())
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """The messages that came, each with the peer's identity first, for one turn. Of a message
@@ -233,24 +233,21 @@ class Dealer:
                 monitor.close(linger=0)
             self.socket.close(linger=0)
             raise
-        self._inbox, self._backlog = Inbox(self.socket), Backlog(-1)
+        self._backlog = Backlog(-1)
+        self._inbox = Inbox(self.socket, self._backlog)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """The messages that came, for one turn. Of a message with too many parts only the first
         come (the last of them has ``more``); the connection must be dropped then.
         """
-        for frames in self._inbox.receive():
-            self._backlog.note(frames)
-            yield frames
+        return self._inbox.receive()
 
     def why_ended(self) -> str | None:
         """For good, by the monitor. None: it is established, or may still be."""
         while not self.monitor.closed and self.monitor.poll(0):
             kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
             if kind == zmq.EVENT_CONNECTED:  # which a thread may say after its first messages
-                if self._backlog.fd >= 0:
-                    self._backlog = Backlog(value)
-                self._backlog.fd = value
+                self._backlog.connected(value)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.has_stood, self.is_refused = True, False
             elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):

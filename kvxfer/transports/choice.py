@@ -52,7 +52,8 @@ class Choice:
 
     def chunk_nbytes(self, nbytes: int) -> int:
         """The chunk size in the Pull of a transfer of so many bytes; 0 on a direct wire."""
-        return self.staging.chunk_nbytes(self.costs, nbytes) if self.staging is not None else 0
+        staging = self.staging
+        return staging.chunk_nbytes(self.trial.costs, nbytes) if staging is not None else 0
 
     def __str__(self) -> str:
         path = f" over {self.trial.path}" if self.trial.path else ""

@@ -124,7 +124,10 @@ class CopyThread:
     def submit(self, job: CopyJob) -> None:
         """Queue a job, or run a small one. After ``close`` the job ends as cancelled."""
         if job.work_nbytes is not None and job.work_nbytes <= self._small_nbytes:
-            self._run(job)
+            end, error = (CopyEnd.CANCELLED, None) if self._closing else self._run_piece(job)
+            while end is None:
+                end, error = self._run_piece(job)
+            _tell(job, end, error)
             return
         with self._changed:
             if not self._closing:
@@ -168,12 +171,6 @@ class CopyThread:
             job.cancelled = True
             _tell(job, CopyEnd.CANCELLED, None)
         self._thread.join()
-
-    def _run(self, job: CopyJob) -> None:
-        end, error = (CopyEnd.CANCELLED, None) if self._closing else self._run_piece(job)
-        while end is None:
-            end, error = self._run_piece(job)
-        _tell(job, end, error)
 
     def _main(self, started: threading.Event) -> None:
         torch.set_num_threads(1)

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import os
 import socket as sockets
 import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import itemgetter
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -45,6 +45,7 @@ first, and at most. It doubles with each time that follows within FORGET_S.
 """
 FORGET_S = 60.0
 _MAX_PENALTIES = 1024
+_NEVER = -math.inf, 0.0
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: "struct ucred" of unix(7)
 _UNIX_HOST = "localhost"  # what libzmq calls the host of a Unix socket's peer
@@ -112,12 +113,6 @@ the name that another one has given itself, one of 2**32: this bounds how many a
 """
 
 
-@dataclass(slots=True, eq=False)
-class _Penalty:
-    until_s: float
-    length_s: float
-
-
 class Penalties:
     """Addresses that may make no new connections for a while, to any listener of a context.
 
@@ -127,7 +122,8 @@ class Penalties:
     """
 
     def __init__(self) -> None:
-        self._by_address: Bounded[str, _Penalty] = Bounded(_MAX_PENALTIES)
+        self._by_address: Bounded[str, tuple[float, float]] = Bounded(_MAX_PENALTIES)
+        """Until when, and how long it is."""
         self._begun: Bounded[str, tuple[float, int]] = Bounded(_MAX_PENALTIES)
 
     def begun(self, address: str, now_s: float) -> int:
@@ -150,15 +146,13 @@ class Penalties:
         return max(late.items(), key=itemgetter(1), default=("", 0))
 
     def add(self, address: str, now_s: float) -> None:
-        last = self._by_address.pop(address, None)
-        length_s = PENALTY_S
-        if last is not None and now_s < last.until_s + FORGET_S:
-            length_s = min(2 * last.length_s, MOST_PENALTY_S)
-        self._by_address[address] = _Penalty(now_s + length_s, length_s)
+        until_s, length_s = self._by_address.pop(address, _NEVER)
+        is_known = now_s < until_s + FORGET_S
+        length_s = min(2 * length_s, MOST_PENALTY_S) if is_known else PENALTY_S
+        self._by_address[address] = now_s + length_s, length_s
 
     def holds(self, address: str, now_s: float) -> bool:
-        penalty = self._by_address.get(address)
-        return penalty is not None and now_s < penalty.until_s
+        return now_s < self._by_address.get(address, _NEVER)[0]
 
 
 _penalties: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], Penalties] = WeakKeyDictionary()

@@ -237,6 +237,10 @@ class Pipe(ABC):
     """Whether its library reads what peers send, in ways that kvxfer cannot check before; see
     ``native_peers``.
     """
+    is_driven: bool = True
+    """Whether ``progress``, ``tell`` and ``heard`` do something; False where all that a connection
+    has goes through ZeroMQ.
+    """
 
     @classmethod
     def staging_size(cls, device_type: str) -> StagingSize:

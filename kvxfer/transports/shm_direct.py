@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, work_of
 from kvxfer.transports.wake_up import Completions
 
+_SOURCE, _SINK = attrgetter("source"), attrgetter("sink")
 NUM_TIMED = 4
 """Copies of a trial, 0.3 ms each: one alone, when another thread is given the core, was seen to
 take ten times as long, and another wire would be taken.
@@ -117,8 +119,8 @@ class _Read(CopyJob):
         """Runs on the copy thread, or at once."""
         request = self.request
         classes = request.classes
-        source_ids = all_side_ids((each.source for each in classes), request.source_ids)
-        sink_ids = all_side_ids((each.sink for each in classes), request.sink_ids)
+        source_ids = all_side_ids(map(_SOURCE, classes), request.source_ids)
+        sink_ids = all_side_ids(map(_SINK, classes), request.sink_ids)
         for copy_class, pull, given, taken in zip(
             classes, request.pull_classes, source_ids, sink_ids, strict=True
         ):

@@ -93,7 +93,8 @@ class Connection:
         return self.table.is_idle and not len(self.sends)
 
     def close_lane(self) -> None:
-        if self.is_lost and not self.table.num[SourceSlot.FILLING] and self.lane is not None:
+        """Once nothing is packed into it any more."""
+        if self.lane is not None and not self.table.num[SourceSlot.FILLING]:
             self.lane.close()
             self.lane = None
 
@@ -104,38 +105,37 @@ class Connections:
     """
 
     def __init__(self) -> None:
-        self._by_identity: dict[bytes, Connection] = {}
+        self._all: dict[Connection, None] = {}
         self._by_stream: dict[bytes, Connection] = {}
-        """By the identity of each further stream that has joined."""
+        """By the identity of each stream that has joined, the first included."""
         self._by_token: dict[bytes, Connection] = {}
         self._by_read: dict[ReadName, Connection] = {}
 
     def __len__(self) -> int:
-        return len(self._by_identity)
+        return len(self._all)
 
     def all(self) -> list[Connection]:
         """Every attached connection, the oldest first."""
-        return list(self._by_identity.values())
+        return list(self._all)
 
     def get(self, identity: bytes) -> Connection | None:
-        """The attached connection of that name, or of which a stream has it."""
-        return self._by_identity.get(identity) or self._by_stream.get(identity)
+        """The attached connection of which a stream has that name."""
+        return self._by_stream.get(identity)
 
     def of_read(self, name: ReadName) -> Connection | None:
         return self._by_read.get(name)
 
     def with_staging(self, *, of_trials: bool = False) -> list[Connection]:
         """The longest-waiting first; ``of_trials``: those of trials only."""
-        found = (each for each in self._by_identity.values() if each.lane is not None)
-        return sorted(
-            (each for each in found if each.is_trial or not of_trials),
-            key=attrgetter("moved_s"),
-        )
+        having = [each for each in self._all if each.lane is not None]
+        found = [each for each in having if each.is_trial] if of_trials else having
+        return sorted(found, key=attrgetter("moved_s"))
 
     def add(
         self, identity: bytes, slots: Slots, address: bytes, *, is_trial: bool = False
     ) -> Connection:
-        connection = self._by_identity[identity] = Connection(identity, slots, address, is_trial)
+        connection = Connection(identity, slots, address, is_trial)
+        self._all[connection], self._by_stream[identity] = None, connection
         return connection
 
     @property
@@ -159,7 +159,7 @@ class Connections:
         return connection
 
     def remove(self, connection: Connection) -> None:
-        self._by_identity.pop(connection.identity, None)
+        self._all.pop(connection, None)
         self._by_token.pop(connection.token, None)
         for identity in connection.streams:
             self._by_stream.pop(identity, None)
@@ -199,26 +199,26 @@ class Admission:
 
     def admit(self, message: Attach, num_streams: int) -> Slots:
         """Raises ProtocolError for what does not go together, field by field."""
+        own_name = self._pipe.name
+        is_some, fits = (
+            0 < message.num_slots <= MAX_SLOTS,
+            0 < message.slot_nbytes <= FRAME_MAX_NBYTES,
+        )
         for what, is_good, expected, got in (
             ("version", message.version == STREAM_VERSION, STREAM_VERSION, message.version),
-            ("pipe", message.pipe == self._pipe.name, self._pipe.name, message.pipe),
-            *(
-                (name, 0 < value <= most, f"1 to {most}", value)
-                for name, value, most in (
-                    ("num_slots", message.num_slots, MAX_SLOTS),
-                    ("slot_nbytes", message.slot_nbytes, FRAME_MAX_NBYTES),
-                )
-            ),
+            ("pipe", message.pipe == own_name, own_name, message.pipe),
+            ("num_slots", is_some, f"1 to {MAX_SLOTS}", message.num_slots),
+            ("slot_nbytes", fits, f"1 to {FRAME_MAX_NBYTES}", message.slot_nbytes),
         ):
             if not is_good:
                 raise ProtocolError(f"attach: {what}: expected {expected}, got {got}")
         slots = Slots(message.num_slots, message.slot_nbytes)
-        if message.is_trial:
-            most = Slots(MOST_TRIAL_SLOTS, trial_slots(self._device_type).slot_nbytes)
-            if slots.num_slots <= most.num_slots and slots.slot_nbytes <= most.slot_nbytes:
-                return slots
+        if not message.is_trial:
+            return self._own_share(slots, num_streams)
+        most = Slots(MOST_TRIAL_SLOTS, trial_slots(self._device_type).slot_nbytes)
+        if slots.num_slots > most.num_slots or slots.slot_nbytes > most.slot_nbytes:
             raise ProtocolError(f"attach: expected at most {most} of a trial, got {slots}")
-        return self._own_share(slots, num_streams)
+        return slots
 
     def _own_share(self, asked: Slots, num_streams: int) -> Slots:
         """As many of these slots as this side allows. Raises ProtocolError if not even two."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.channel import MANY_PARTS, Bounds, Context, Dealer
+from kvxfer.transports.channel import Bounds, Context, Dealer
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
-from kvxfer.transports.pipe import Pipe, PipeBroken, SinkLane, Slots
-from kvxfer.transports.stream_machine import Reads, SinkSlot, SinkSlots
+from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
+from kvxfer.transports.stream_machine import Reads, SinkSlots
 from kvxfer.transports.stream_packing import ChunkJob
 from kvxfer.transports.stream_wire import (
     FRAME_MAX_NBYTES,
@@ -39,90 +38,106 @@ BEYOND_NBYTES = 1 << 20
 _log = logging.getLogger("kvxfer.transports")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a sink asks for when it attaches. ``way``: of the pipe's."""
+
+    slots: Slots
+    way: str
+    num_streams: int = 1
+    is_trial: bool = False
+
+
 class Link:
-    """One connection. ``control_endpoint``: of the source rank; ``endpoint``: its data endpoint;
-    ``path``: what carries the announcements. ``jobs``: what unpacks a slot, by slot.
-    ``only_own_user``: see ``native_peers``. ``dealer`` carries all messages, and chunks like the
-    ``further`` ones, which ``connect_stream`` makes; ``num_streams`` were asked for.
+    """One connection, made in the background.
+
+    ``control_endpoint``: of the source rank; ``endpoint``: its data endpoint; ``path``: what
+    carries the announcements. ``dealers``: the first carries all messages, and chunks like the
+    further ones; ``latest``: which has brought something last. ``jobs``: what unpacks a slot, by
+    slot. ``num_unreadable``: announcements; each may have cost a slot.
+
+    Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
     """
 
-    control_endpoint: str
-    endpoint: str
-    path: str
-    slots: Slots
-    dealer: Dealer
-    lane: SinkLane
-    only_own_user: bool
-    connect_stream: Callable[[], Dealer]
-    num_streams: int = 1
-    further: list[Dealer] = field(default_factory=list)
-    latest: Dealer = field(init=False)
-    jobs: dict[int, ChunkJob] = field(default_factory=dict)
-    num_unreadable: int = 0
-    is_connected: bool = False
-    is_lost: bool = False
-    table: SinkSlots = field(init=False)
-    reads: Reads = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.table = SinkSlots(self.slots.num_slots, self.slots.slot_nbytes)
+    def __init__(
+        self,
+        pipe: Pipe,
+        terms: Terms,
+        source: RankManifest,
+        config: Config,
+        context: Context,
+        *,
+        uses_unix_sockets: bool,
+    ) -> None:
+        self.control_endpoint = source.control_endpoint
+        self.endpoint = endpoint = data_endpoint_of(source, config, pipe.name)
+        self.num_streams = terms.num_streams
+        self.slots = slots = terms.slots
+        self._only_own_user = needs_own_user(pipe, config)
+        nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
+        _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
+        bounds = Bounds(FRAME_MAX_NBYTES, slots.nbytes + BEYOND_NBYTES, num_queued(config))
+        self._connect_to = (context, config, bounds, nearest, source.curve_public_key)
+        try:
+            self.latest = self.connect_stream()
+        except zmq.ContextTerminated:  # the engine ends while a trial begins
+            raise
+        except zmq.ZMQError as exc:
+            raise TransportUnavailable(
+                f"{pipe.name}: {endpoint} cannot be connected to: {exc.strerror}"
+            ) from exc
+        self.dealers = [self.latest]
+        try:
+            self.lane = pipe.open_sink(slots, terms.way)
+        except BaseException:
+            self.latest.close()
+            raise
+        self.path = self.lane.path("TCP" if nearest == endpoint else "a Unix socket")
+        self.table = SinkSlots(slots.num_slots, slots.slot_nbytes)
         self.reads = Reads(self.table)
-        self.latest = self.dealer
+        self.jobs: dict[int, ChunkJob] = {}
+        self.num_unreadable = 0
+        self.is_connected = self.is_lost = False
+        sizes = (STREAM_VERSION, slots.num_slots, slots.slot_nbytes)
+        self.send(Attach(*sizes, pipe.name, self.lane.address, terms.is_trial, terms.num_streams))
 
-    @property
-    def dealers(self) -> tuple[Dealer, ...]:
-        return (self.dealer, *self.further)
+    def connect_stream(self) -> Dealer:
+        """Never connected again by itself: a new connection is a new attach."""
+        return Dealer(*self._connect_to, word=encode(Credit(())), reconnects=False)
 
     def add_streams(self, message: Streams) -> None:
         """Join with further streams. Raises ProtocolError."""
-        if self.further:
+        if len(self.dealers) > 1:
             raise ProtocolError("streams: expected them once on a connection, got them again")
         try:
             for _ in range(1, min(message.num_streams, self.num_streams)):
-                self.further.append(self.connect_stream())
-                self.further[-1].send(encode(Join(message.token)))
+                self.dealers.append(self.connect_stream())
+                self.dealers[-1].send(encode(Join(message.token)))
         except (zmq.ZMQError, TransportUnavailable) as exc:  # out of descriptors, say
             _log.debug("%s: no further stream: %s", self.endpoint, exc)
         _log.debug("%s: chunks come over %d streams", self.endpoint, len(self.dealers))
 
     def drop_stream(self, dealer: Dealer) -> bool:
         """A stream has ended. False if chunks may have been on their way over it."""
-        if dealer is self.dealer or dealer.has_stood:
+        if dealer is self.dealers[0] or dealer.has_stood:
             return False
-        self.further.remove(dealer)
+        self.dealers.remove(dealer)
         dealer.close()
         return True
-
-    def receive(self, dealer: Dealer) -> Iterator[list[zmq.Frame]]:
-        """Messages of the source over one stream: each an announcement and the frames that its pipe
-        sends along.
-
-        Raises ProtocolError for one of many parts: the connection is of no use any more.
-        """
-        for frames in dealer.receive():
-            self.latest = dealer
-            if frames[-1].more:
-                raise ProtocolError(MANY_PARTS)
-            yield frames
 
     @property
     def is_spent(self) -> bool:
         """Whether so many announcements were unreadable that no slot may be left."""
         return self.num_unreadable >= self.slots.num_slots
 
-    @property
-    def is_awaiting(self) -> bool:
-        return self.table.num[SinkSlot.AWAITED] > 0
-
     def connect(self, message: Attached, frame: zmq.Frame | None) -> None:
         """``frame``: what ZeroMQ brought it in. Raises ProtocolError, PipeBroken."""
-        if self.is_connected and self.further:
+        if self.is_connected and len(self.dealers) > 1:
             return  # another stream was sooner
         if self.is_connected:
             raise ProtocolError("attached: expected one on a connection, got another")
         # Who listens may be another by now than who was looked for
-        if self.only_own_user and not is_own_user(frame):
+        if self._only_own_user and not is_own_user(frame):
             raise PipeBroken(refusal("attached"))
         self.lane.connected(message.address)
         self.is_connected = True
@@ -143,7 +158,7 @@ class Link:
         return self.lane.tell(credit) or self.latest.send(credit)
 
     def send(self, message: ToSource) -> bool:
-        return self.dealer.send(encode(message))
+        return self.dealers[0].send(encode(message))
 
     def close(self) -> None:
         if not self.is_lost:
@@ -153,73 +168,6 @@ class Link:
             self.close_lane()
 
     def close_lane(self) -> None:
-        if self.is_lost and not self.jobs:
+        """Once nothing is unpacked from it any more."""
+        if not self.jobs:
             self.lane.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a sink asks for when it attaches. ``way``: of the pipe's."""
-
-    slots: Slots
-    way: str
-    num_streams: int = 1
-    is_trial: bool = False
-
-
-def open_link(
-    pipe: Pipe,
-    terms: Terms,
-    source: RankManifest,
-    config: Config,
-    context: Context,
-    *,
-    uses_unix_sockets: bool,
-) -> Link:
-    """Attach; the connection is made in the background.
-
-    Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
-    """
-    endpoint = data_endpoint_of(source, config, pipe.name)
-    slots, num_streams = terms.slots, terms.num_streams
-    nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
-    _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
-    bounds = Bounds(FRAME_MAX_NBYTES, slots.nbytes + BEYOND_NBYTES, num_queued(config))
-    # Never connected again by itself: a new connection is a new attach
-    connect = partial(
-        Dealer,
-        context,
-        config,
-        bounds,
-        nearest,
-        source.curve_public_key,
-        word=encode(Credit(())),
-        reconnects=False,
-    )
-    try:
-        dealer = connect()
-    except zmq.ContextTerminated:  # the engine ends while a trial begins
-        raise
-    except zmq.ZMQError as exc:
-        raise TransportUnavailable(
-            f"{pipe.name}: {endpoint} cannot be connected to: {exc.strerror}"
-        ) from exc
-    try:
-        lane = pipe.open_sink(slots, terms.way)
-    except BaseException:
-        dealer.close()
-        raise
-    link = Link(
-        source.control_endpoint,
-        endpoint,
-        lane.path("TCP" if nearest == endpoint else "a Unix socket"),
-        slots,
-        dealer,
-        lane,
-        only_own_user=needs_own_user(pipe, config),
-        connect_stream=connect,
-        num_streams=num_streams,
-    )
-    sizes = (slots.num_slots, slots.slot_nbytes)
-    link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, terms.is_trial, num_streams))
-    return link

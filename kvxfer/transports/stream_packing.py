@@ -55,7 +55,11 @@ class ChunkJob(CopyJob):
 
     ``owner``: the connection whose slot it is. ``order``: of the packed bytes; None where they are
     unpacked, for they come in the order of ``side``. ``dense``: where they lie; a lane, where they
-    are to lie. ``after``: what a GPU must have done before the pool is written.
+    are to lie. ``after``: what a GPU must have done before the pool is written. ``span``: regions
+    and tokens, each from and to.
+
+    Of a :class:`DevicePacker`: ``is_by_host``: the bytes go to or come from memory of the host;
+    ``bounce``: the pinned buffer, if one is needed; ``copying``: between it and ``dense``.
     """
 
     owner: object
@@ -67,11 +71,16 @@ class ChunkJob(CopyJob):
     dense: Tensor | SourceLane | None
     order: DenseOrder | None = None
     after: torch.cuda.Event | None = None
+    span: tuple[tuple[int, int], tuple[int, int]] = field(init=False)
     packer: HostPacker | None = field(default=None, init=False)
+    is_by_host: bool = field(default=False, init=False)
+    bounce: Tensor | None = field(default=None, init=False)
+    copying: CopyJob | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         chunk = self.chunk
         super().__init__(self.key, work_of(chunk.nbytes, chunk.region_hi - chunk.region_lo))
+        self.span = (chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi)
 
     def run(self) -> bool:
         assert self.packer is not None
@@ -85,7 +94,7 @@ class ChunkJob(CopyJob):
     def on_end(self) -> None:
         self.dense = None  # also of a job that never ran
         assert self.packer is not None
-        self.packer.ended.put(self, more_follows=self.has_successor)
+        self.packer.put(self, more_follows=self.has_successor)
 
     def take_dense(self) -> Tensor:
         """Take the chunk's memory out of the job, once, so that it is freed with the copy."""
@@ -95,19 +104,13 @@ class ChunkJob(CopyJob):
             return dense.staging(self.slot, self.chunk.nbytes)
         return dense
 
-    @property
-    def span(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Regions and tokens, each from and to."""
-        chunk = self.chunk
-        return (chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi)
-
 
 # ------------------------------------------------------------------ host memory
 
 
-class HostPacker:
-    """Chunks are copied on the copy thread, small ones at once. For the IO thread, but for
-    ``prepare``.
+class HostPacker(Mailbox[ChunkJob]):
+    """Chunks are copied on the copy thread, small ones at once; those that have ended, of which
+    nothing runs any more, lie in it as in a mailbox. For the IO thread, but for ``prepare``.
 
     ``num_at_once``: after so many submissions, or one that has ended when ``submit`` returns, the
     IO thread has other work to look at.
@@ -116,8 +119,8 @@ class HostPacker:
     num_at_once = sys.maxsize  # a queue takes them all
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, wake: Wake) -> None:
+        super().__init__(wake)
         self.tensors, self._copy_thread = memory.tensors, copy_thread
-        self.ended: Mailbox[ChunkJob] = Mailbox(wake)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Nothing: a copy on the CPU needs no compiling."""
@@ -129,13 +132,6 @@ class HostPacker:
 
     def cancel(self, job: ChunkJob) -> None:
         self._copy_thread.cancel(job)
-
-    def drain(self) -> Iterable[ChunkJob]:
-        """Jobs that have ended: nothing of them runs."""
-        return self.ended.drain()
-
-    def take(self) -> ChunkJob:
-        return self.ended.take()
 
     def close(self) -> None:
         """The copy thread is the worker's."""
@@ -152,26 +148,6 @@ def _make_copier(gpu: Gpu, config: Config | None = None) -> DeviceCopier:
         return DeviceCopier(gpu.device, CopySettings(ring_nbytes=RING_NBYTES))
     settings = CopySettings(config.launch_programs, ring_nbytes=RING_NBYTES)
     return DeviceCopier(gpu.device, settings)
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """A job, and where its chunk lies. ``bounce``: its pinned buffer, if it needs one;
-    ``is_by_host``: the chunk's bytes go to or come from memory of the host.
-    """
-
-    job: ChunkJob
-    dense: Tensor | None
-    nbytes: int
-    bounce: Tensor | None = None
-    copying: CopyJob | None = None
-    error: BaseException | None = None
-    is_cancelled: bool = False
-    is_by_host: bool = False
-
-    @property
-    def is_pack(self) -> bool:
-        return self.job.order is not None
 
 
 class DevicePacker:
@@ -200,9 +176,9 @@ class DevicePacker:
         self._stream = gpu.make_stream()
         self._copy_thread = copy_thread
         self._wake = wake
-        self._steps: dict[ChunkJob, _Step] = {}
-        self._waiting: deque[_Step] = deque()
-        self._in_flight: Launches[_Step] = Launches(wake)
+        self._jobs: dict[ChunkJob, None] = {}
+        self._waiting: deque[ChunkJob] = deque()
+        self._in_flight: Launches[ChunkJob] = Launches(wake)
         self._copied: Mailbox[_BounceJob] = Mailbox(wake)
         self._ended: deque[ChunkJob] = deque()
         self._bound: dict[int, tuple[Side, BoundSide]] = {}
@@ -224,26 +200,26 @@ class DevicePacker:
             copier.warm_unpack(side, stream).synchronize()
 
     def submit(self, job: ChunkJob) -> None:
-        dense = job.take_dense()
-        step = self._steps[job] = _Step(job, dense, dense.numel(), is_by_host=dense.is_cpu)
+        job.dense = dense = job.take_dense()
+        job.is_by_host = dense.is_cpu
+        self._jobs[job] = None
         if self._gpu.reaches(dense):
-            self._launch(step, dense)
+            self._launch(job, dense)
         else:
-            self._waiting.append(step)
+            self._waiting.append(job)
             self._start_waiting()
         self._wake()  # ``drain`` follows, which waits for it
 
     def cancel(self, job: ChunkJob) -> None:
         """A job that waits ends now, others when the step is over that runs."""
-        step = self._steps.get(job)
-        if step is None:
+        if job not in self._jobs:
             return
-        step.is_cancelled = True
-        if step in self._waiting:
-            self._waiting.remove(step)
-            self._end(step, CopyEnd.CANCELLED)
-        elif step.copying is not None:
-            self._copy_thread.cancel(step.copying)
+        job.cancelled = True
+        if job in self._waiting:
+            self._waiting.remove(job)
+            self._end(job, CopyEnd.CANCELLED)
+        elif job.copying is not None:
+            self._copy_thread.cancel(job.copying)
         if self._ended:
             self._wake()
 
@@ -271,10 +247,9 @@ class DevicePacker:
 
     # -- kernels
 
-    def _launch(self, step: _Step, dense: Tensor) -> None:
-        job = step.job
+    def _launch(self, job: ChunkJob, dense: Tensor) -> None:
         if self._broken:
-            self._end(step, CopyEnd.FAILED, RuntimeError(self._broken))
+            self._end(job, CopyEnd.FAILED, RuntimeError(self._broken))
             return
         try:
             side, ids, stream = self._bind(job.side), job.block_ids, self._stream
@@ -287,10 +262,11 @@ class DevicePacker:
                 launched = self._copier.unpack(side, ids, *job.span, dense, stream=stream)
             event = launched.event
         except (RuntimeError, ValueError) as exc:
-            step.error, event = exc, None
+            job.error, event = exc, None
         try:
             # Also where something failed: a part of it may run
-            self._in_flight.add(step, event or self._copier.mark(self._stream), step.nbytes)
+            event = event or self._copier.mark(self._stream)
+            self._in_flight.add(job, event, job.chunk.nbytes)
         except RuntimeError as exc:
             self._break(exc)
 
@@ -320,38 +296,36 @@ class DevicePacker:
         self._start_waiting()
         self._in_flight.expect()  # what is soon over needs no thread that waits
 
-    def _on_landed(self, step: _Step) -> None:
-        if step.error is not None:
-            self._end(step, CopyEnd.FAILED, step.error)
-        elif step.is_cancelled:
-            self._end(step, CopyEnd.CANCELLED)
-        elif step.is_pack and step.bounce is not None:
-            self._copy(step)
+    def _on_landed(self, job: ChunkJob) -> None:
+        if job.error is not None:
+            self._end(job, CopyEnd.FAILED, job.error)
+        elif job.cancelled:
+            self._end(job, CopyEnd.CANCELLED)
+        elif job.order is not None and job.bounce is not None:
+            self._copy(job)
         else:
-            self._end(step, CopyEnd.DONE)
+            self._end(job, CopyEnd.DONE)
 
     def _break(self, error: RuntimeError) -> None:
         """Fail all jobs: after a CUDA error nothing runs in this process's context any more."""
         self._broken = str(error)  # not the error, whose frames hold chunks
         self._in_flight.forget()
-        for step in list(self._steps.values()):
-            if step.copying is None:
-                self._end(step, CopyEnd.FAILED, error)
+        for job in list(self._jobs):
+            if job.copying is None:
+                self._end(job, CopyEnd.FAILED, error)
         self._waiting.clear()
 
     # -- pinned buffers
 
     def _start_waiting(self) -> None:
-        while self._waiting and self._has_bounce():
-            step = self._waiting.popleft()
-            step.bounce = self._take_bounce(step.nbytes)
-            if step.is_pack:
-                self._launch(step, step.bounce[: step.nbytes])
+        """As long as a buffer is free, or there may be one more."""
+        while self._waiting and (self._bounces or self._num_bounces < self._most_bounces):
+            job = self._waiting.popleft()
+            job.bounce = bounce = self._take_bounce(job.chunk.nbytes)
+            if job.order is not None:
+                self._launch(job, bounce[: job.chunk.nbytes])
             else:
-                self._copy(step)
-
-    def _has_bounce(self) -> bool:
-        return bool(self._bounces) or self._num_bounces < self._most_bounces
+                self._copy(job)
 
     def _take_bounce(self, nbytes: int) -> Tensor:
         """One that is free and large enough, or a new one (in the place of a smaller one)."""
@@ -363,58 +337,58 @@ class DevicePacker:
             self._num_bounces += 1
         return self._gpu.pinned(nbytes)
 
-    def _copy(self, step: _Step) -> None:
-        step.copying = _BounceJob(step, self._copied)
-        self._copy_thread.submit(step.copying)
+    def _copy(self, job: ChunkJob) -> None:
+        job.copying = _BounceJob(job, self._copied)
+        self._copy_thread.submit(job.copying)
 
     def _on_copied(self, copied: _BounceJob) -> None:
-        step = copied.step
-        step.copying = None
-        if copied.end is not CopyEnd.DONE or step.is_cancelled:
+        job = copied.job
+        job.copying = None
+        if copied.end is not CopyEnd.DONE or job.cancelled:
             end = CopyEnd.FAILED if copied.end is CopyEnd.FAILED else CopyEnd.CANCELLED
-            self._end(step, end, copied.error)
-        elif step.is_pack:
-            self._end(step, CopyEnd.DONE)
+            self._end(job, end, copied.error)
+        elif job.order is not None:
+            self._end(job, CopyEnd.DONE)
         else:
-            assert step.bounce is not None
-            self._launch(step, step.bounce[: step.nbytes])
+            assert job.bounce is not None
+            self._launch(job, job.bounce[: job.chunk.nbytes])
 
     # -- ends
 
-    def _end(self, step: _Step, end: CopyEnd, error: BaseException | None = None) -> None:
-        del self._steps[step.job]
-        step.dense = None
-        if step.bounce is not None:
-            self._bounces.append(step.bounce)
-            step.bounce = None
-        step.job.end, step.job.error = end, error
-        self._ended.append(step.job)
+    def _end(self, job: ChunkJob, end: CopyEnd, error: BaseException | None = None) -> None:
+        del self._jobs[job]
+        job.dense = None
+        if job.bounce is not None:
+            self._bounces.append(job.bounce)
+            job.bounce = None
+        job.end, job.error = end, error
+        self._ended.append(job)
 
 
 class _BounceJob(CopyJob):
     """Copies a chunk between its pinned buffer and its staging."""
 
-    __slots__ = ("_copied", "step")
+    __slots__ = ("_copied", "job")
 
-    def __init__(self, step: _Step, copied: Mailbox[_BounceJob]) -> None:
-        super().__init__(step.job.key)
-        self.step = step
+    def __init__(self, job: ChunkJob, copied: Mailbox[_BounceJob]) -> None:
+        super().__init__(job.key)
+        self.job = job
         self._copied = copied
 
     def run(self) -> bool:
-        step = self.step
-        assert step.bounce is not None
-        assert step.dense is not None
-        bounce = step.bounce[: step.nbytes]
-        if step.is_pack:
-            step.dense.copy_(bounce)
+        job = self.job
+        assert job.bounce is not None
+        assert isinstance(job.dense, Tensor)
+        bounce = job.bounce[: job.chunk.nbytes]
+        if job.order is not None:
+            job.dense.copy_(bounce)
         else:
-            bounce.copy_(step.dense)
+            bounce.copy_(job.dense)
         return False
 
     def on_end(self) -> None:
         """What was unpacked is freed here and not on the IO thread."""
-        self.step.dense = None
+        self.job.dense = None
         self._copied.put(self, more_follows=self.has_successor)
 
 

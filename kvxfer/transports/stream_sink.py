@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from operator import attrgetter
 
 import zmq
 
@@ -40,13 +41,13 @@ from kvxfer.transports.base import (
     Wake,
     kind_of,
 )
-from kvxfer.transports.channel import Context, Dealer, Socket
+from kvxfer.transports.channel import MANY_PARTS, Context, Dealer, Socket
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import check_own_devices, needs_own_user, refusal
 from kvxfer.transports.parallel import most_further, num_streams
 from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots, staging_bounds
-from kvxfer.transports.stream_link import Link, Terms, open_link
+from kvxfer.transports.stream_link import Link, Terms
 from kvxfer.transports.stream_machine import Cancel, Free, SinkAction, SinkSlot, Unpack
 from kvxfer.transports.stream_packing import ChunkJob, Ids, Packer, make_packer
 from kvxfer.transports.stream_trial import take_trial
@@ -61,7 +62,6 @@ from kvxfer.transports.stream_wire import (
     data_endpoint_of,
     decode_to_sink,
     make_poller,
-    readable,
 )
 from kvxfer.transports.wake_up import Completions, WakeUp
 
@@ -107,8 +107,7 @@ class StreamSink(ReceivingSink):
         self._make_pipe, self._memory, self._config = make_pipe, memory, config
         self._context, self._wake = context, wake
         self._links: dict[str, Link] = {}
-        self._by_socket: dict[Socket, tuple[Link, Dealer]] = {}
-        self._poller = make_poller(())
+        self._watch()
         with ExitStack() as undo:
             self._packer = packer or make_packer(memory, config, copy_thread, wake)
             undo.callback(self._packer.close)
@@ -118,6 +117,9 @@ class StreamSink(ReceivingSink):
         self._reading: dict[TransferKey, _Reading] = {}
         self._unfreed: set[Link] = set()
         """Those that have slots of reads whose ends are told now."""
+        self._owing: dict[Link, None] = {}
+        """Those that have freed slots since credits were sent."""
+        self._num_jobs = 0
         self.name = self._pipe.name
         self._num_streams = num_streams(config) if self._pipe.has_streams else 1
 
@@ -173,20 +175,19 @@ class StreamSink(ReceivingSink):
             config.chunk_nbytes,
         )
         slots = Slots(staging.num_slots, staging.slot_nbytes)
-        link = open_link(
+        num_further = sum(link.num_streams - 1 for link in self._links.values())
+        room = max(0, most_further() - num_further)
+        link = Link(
             self._pipe,
-            Terms(slots, staging.way, min(self._num_streams, 1 + self._room_for_streams())),
+            Terms(slots, staging.way, min(self._num_streams, 1 + room)),
             source,
-            self._config,
+            config,
             self._context,
             uses_unix_sockets=self.uses_unix_sockets,
         )
         self._links[link.control_endpoint] = link
         self._watch()
         self._pipe.progress()
-
-    def _room_for_streams(self) -> int:
-        return max(0, most_further() - sum(link.num_streams - 1 for link in self._links.values()))
 
     def _check_may_meet(self, endpoint: str) -> None:
         """Raises TransportUnavailable for a source that the pipe's library may not read."""
@@ -226,7 +227,7 @@ class StreamSink(ReceivingSink):
             )
             self._completions.tell(ReadBroke(key, Reason.PLAN, detail))
             return
-        ids = all_side_ids((each.sink for each in request.classes), request.sink_ids)
+        ids = all_side_ids(map(attrgetter("sink"), request.classes), request.sink_ids)
         self._reading[key] = _Reading(request, link, ids)
         link.reads.begin(key, chunks)
         self._say(link, Expect(key.nonce, key.incarnation, key.sink_rank))
@@ -238,24 +239,26 @@ class StreamSink(ReceivingSink):
             self._completions.tell(ReadStopped(key))
         else:
             self._perform(reading.link, reading.link.reads.stop(key))
+            self._wake()
 
     # -- the IO thread's turn
 
     def pollables(self) -> Sequence[Readable]:
-        return (*self._by_socket, *self._pipe.fds())
+        return (*self._sockets, *self._pipe.fds()) if self._pipe.is_driven else self._sockets
 
     @property
     def is_idle(self) -> bool:
-        has_work = self._links or self._completions or self._reading or self._unfreed
-        return not has_work and self._pipe.is_idle
+        if self._num_jobs or self._completions or self._unfreed or self._owing:
+            return False
+        is_met = self._links or self._reading
+        return not self._pipe.is_driven or (not is_met and self._pipe.is_idle)
 
     def poll(self) -> list[SinkCompletion]:
         unfreed, self._unfreed = self._unfreed, set()
         for link in unfreed:  # of the poll before: what ends a read now has to be told first
             self._perform(link, link.reads.free_placed())
         self._take_unpacked()
-        self._send_credits()
-        for socket in readable(self._poller):
+        for socket, _ in self._poller.poll(0):
             found = self._by_socket.get(socket)
             if found is None:  # dropped on the way
                 continue
@@ -276,12 +279,18 @@ class StreamSink(ReceivingSink):
         """What the pipe has brought, and what was unpacked meanwhile. True if it was some of a read
         and not the end of any: then more of it follows soon.
         """
-        num_before = len(self._completions)
-        self._progress()
+        num_before, has_freed, is_driven = len(self._completions), True, self._pipe.is_driven
+        while has_freed:  # what is freed is posted again, which is progress, too
+            if is_driven:
+                self._pipe.progress()
+            has_freed = False
+            for link in list(self._links.values()):
+                if is_driven:
+                    self._hear(link)
+                if link.table.num[SinkSlot.AWAITED]:
+                    has_freed |= self._collect(link)
         self._take_unpacked()
-        self._send_credits()
-        told = self._completions[num_before:]
-        return bool(told) and all(isinstance(each, Progress) for each in told)
+        return {*map(type, self._completions[num_before:])} == {Progress}
 
     def inspect(self) -> None:
         for link in list(self._links.values()):
@@ -303,13 +312,15 @@ class StreamSink(ReceivingSink):
         self._pipe.close()
 
     def _watch(self) -> None:
-        self._by_socket = {
+        """The sockets of all connections, from now on."""
+        self._by_socket: dict[Socket, tuple[Link, Dealer]] = {
             socket: (link, dealer)
             for link in self._links.values()
             for dealer in link.dealers
             for socket in (dealer.socket, dealer.monitor)
         }
-        self._poller = make_poller(tuple(self._by_socket))
+        self._sockets = tuple(self._by_socket)
+        self._poller = make_poller(self._sockets)
 
     # -- messages
 
@@ -318,8 +329,9 @@ class StreamSink(ReceivingSink):
             self.counts["send_failed"] += 1
 
     def _send_credits(self) -> None:
-        for link in list(self._links.values()):
-            slots = link.reads.take_credits() if link.table.num[SinkSlot.DUE] else ()
+        owing, self._owing = self._owing, {}
+        for link in owing:
+            slots = () if link.is_lost else link.reads.take_credits()
             try:
                 if slots and not link.give_back(slots):
                     self.counts["send_failed"] += 1
@@ -328,7 +340,10 @@ class StreamSink(ReceivingSink):
 
     def _receive(self, link: Link, dealer: Dealer) -> None:
         try:
-            for first, *parts in link.receive(dealer):
+            for first, *parts in dealer.receive():
+                link.latest = dealer
+                if parts and parts[-1].more:
+                    raise ProtocolError(MANY_PARTS)  # noqa: TRY301
                 self._on_message(link, first.buffer, parts, first)
         except ProtocolError as exc:
             self.counts["malformed"] += 1
@@ -379,16 +394,6 @@ class StreamSink(ReceivingSink):
 
     # -- payloads
 
-    def _progress(self) -> None:
-        has_freed = True
-        while has_freed:  # what is freed is posted again, which is progress, too
-            self._pipe.progress()
-            has_freed = False
-            for link in list(self._links.values()):
-                self._hear(link)
-                if link.is_awaiting:
-                    has_freed |= self._collect(link)
-
     def _hear(self, link: Link) -> None:
         try:
             for message in link.lane.heard():
@@ -413,14 +418,20 @@ class StreamSink(ReceivingSink):
         return has_freed
 
     def _take_unpacked(self) -> None:
-        for job in self._packer.drain():
-            self._on_unpacked(job)
+        """And send the credits that are due."""
+        if self._num_jobs:
+            for job in self._packer.drain():
+                self._on_unpacked(job)
+        if self._owing:
+            self._send_credits()
 
     def _on_unpacked(self, job: ChunkJob) -> None:
         link = job.owner
         assert isinstance(link, Link)
         del link.jobs[job.slot]
-        link.close_lane()
+        self._num_jobs -= 1
+        if link.is_lost:
+            link.close_lane()
         error = str(job.error) if job.end is CopyEnd.FAILED else None
         is_placed = job.end is CopyEnd.DONE
         self._perform(link, link.reads.unpacked(job.slot, is_placed=is_placed, error=error))
@@ -438,14 +449,14 @@ class StreamSink(ReceivingSink):
                 case Free(slot, is_late):
                     if is_late:
                         self.counts["unwanted"] += 1
+                    self._owing[link] = None
                     self._free(link, slot)
                 case Cancel(slot):
                     self._packer.cancel(link.jobs[slot])
-                case Progress():
-                    self._completions.append(action)
-                case _:
-                    del self._reading[action.key]
-                    self._completions.tell(action)
+                case end:
+                    if not isinstance(end, Progress):
+                        del self._reading[end.key]
+                    self._completions.append(end)
 
     def _unpack(self, link: Link, action: Unpack) -> None:
         reading, slot = self._reading[action.key], action.slot
@@ -456,6 +467,7 @@ class StreamSink(ReceivingSink):
             dense=link.lane.payload(slot),
             after=reading.request.after,
         )
+        self._num_jobs += 1
         self._packer.submit(job)
 
     def _free(self, link: Link, slot: int) -> None:
@@ -478,7 +490,7 @@ class StreamSink(ReceivingSink):
             return
         self._pipe.progress()  # what has come before the end still counts
         self._hear(link)
-        if link.is_awaiting:
+        if link.table.num[SinkSlot.AWAITED]:
             self._collect(link)
         self._end_link(link, detail)
 
@@ -492,3 +504,4 @@ class StreamSink(ReceivingSink):
         self._watch()
         link.close()
         self._perform(link, link.reads.lose(detail))
+        self._wake()

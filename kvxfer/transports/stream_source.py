@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 
 import zmq
 
@@ -34,7 +35,7 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.channel import IN_USE, Bounds, Context, Router
-from kvxfer.transports.copy_thread import Copier, CopyEnd
+from kvxfer.transports.copy_thread import Copier, CopyEnd, Mailbox
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
 from kvxfer.transports.stream_connections import (
@@ -49,7 +50,7 @@ from kvxfer.transports.stream_connections import (
 )
 from kvxfer.transports.stream_machine import Cancel, Fill, SlotEvent, SourceAction, SourceSlot
 from kvxfer.transports.stream_packing import ChunkJob, Ids, Packer, make_packer
-from kvxfer.transports.stream_trial import TrialGiver
+from kvxfer.transports.stream_trial import TrialFill, trial_slot
 from kvxfer.transports.stream_wire import (
     CONTROL_MAX_NBYTES,
     FRAME_MAX_NBYTES,
@@ -62,7 +63,7 @@ from kvxfer.transports.stream_wire import (
     Join,
     Refused,
     Streams,
-    ToSource,
+    TrialHeader,
     decode_credit,
     decode_to_source,
     encode,
@@ -74,6 +75,7 @@ _log = logging.getLogger("kvxfer.transports")
 
 LARGE_CHUNK_NBYTES = 8 << 20
 """Chunks that any sink may ask for; larger ones only where no smaller ``chunk_nbytes`` is set."""
+_NBYTES = attrgetter("nbytes")
 BEHIND_NBYTES = 1 << 20
 """What a sink may have sent that was not read: its longest message has 20 KB."""
 
@@ -84,16 +86,12 @@ class _Transfer:
     class, those of the tokens before ``open_tokens``.
     """
 
+    name: ReadName
     request: SendRequest
     chunks: Sequence[Chunk]
     block_ids: Sequence[Ids]
     open_tokens: int
     connection: Connection | None = None
-
-    @property
-    def name(self) -> ReadName:
-        key = self.request.key
-        return key.nonce, key.incarnation, key.sink_rank
 
 
 class StreamSource(SendingSource):
@@ -117,7 +115,9 @@ class StreamSource(SendingSource):
         self._config, self._wake = config, wake
         self._connections = Connections()
         self._completions: Completions[SourceCompletion] = Completions(wake)
-        self._trials = TrialGiver(copy_thread, wake)
+        self._copy_thread = copy_thread
+        self._filled: Mailbox[TrialFill] = Mailbox(wake)
+        self._num_filling = 0
         with ExitStack() as undo:
             self._packer = packer or make_packer(memory, config, copy_thread, wake)
             undo.callback(self._packer.close)
@@ -134,7 +134,8 @@ class StreamSource(SendingSource):
         """Those that have slots which the pipe still sends."""
         self._unpumped: dict[Connection, None] = {}
         """Those that may have room for more than was begun in this turn, in their order."""
-        self._num_begun = 0
+        self._num_begun = self._num_jobs = 0
+        self._sockets = (self._router.socket, self._router.monitor)
 
     def _listen(self, config: Config, context: Context) -> Router:
         # Twice the longest valid message: a message that is a little too long is counted before one
@@ -158,12 +159,15 @@ class StreamSource(SendingSource):
         return self._router.endpoint
 
     def pollables(self) -> Sequence[Readable]:
-        return (self._router.socket, self._router.monitor, *self._pipe.fds())
+        return (*self._sockets, *self._pipe.fds()) if self._pipe.is_driven else self._sockets
 
     @property
     def is_idle(self) -> bool:
-        is_busy = self._transfers or self._completions or self._trials.is_busy
-        return not (is_busy or len(self._connections)) and self._pipe.is_idle
+        if self._num_jobs or self._completions or self._unpumped or self._num_filling:
+            return False
+        if not self._pipe.is_driven:
+            return True
+        return not (self._transfers or len(self._connections)) and self._pipe.is_idle
 
     @property
     def is_settled(self) -> bool:  # type: ignore[override]  # others have an attribute
@@ -187,9 +191,11 @@ class StreamSource(SendingSource):
             self._completions.tell(Sent(request.key, 0))
             return
         ids = all_side_ids(request.sides, request.block_ids)
-        transfer = _Transfer(request, chunks, ids, request.open_tokens)
-        self._transfers[request.key] = transfer
-        connection = self._connections.of_read(transfer.name)
+        key = request.key
+        name = (key.nonce, key.incarnation, key.sink_rank)
+        transfer = _Transfer(name, request, chunks, ids, request.open_tokens)
+        self._transfers[key] = transfer
+        connection = self._connections.of_read(name)
         if connection is not None:
             self._join(transfer, connection)
             self._pump(connection)
@@ -238,7 +244,7 @@ class StreamSource(SendingSource):
         connection.sends.begin(transfer.request.key, transfer.chunks, transfer.open_tokens)
         if not self._open_lane(connection):
             return  # it has stopped with the connection
-        if max(chunk.nbytes for chunk in transfer.chunks) > connection.slots.slot_nbytes:
+        if max(map(_NBYTES, transfer.chunks)) > connection.slots.slot_nbytes:
             self.counts["too_large"] += 1
             self._stop(transfer.request.key, Reason.PLAN)
 
@@ -279,14 +285,14 @@ class StreamSource(SendingSource):
 
     def _pump(self, connection: Connection) -> None:
         """Give free slots to the connection's transfers in turn, as many as the packer takes."""
-        while not connection.is_lost and connection.sends.has_more:
-            if self._num_begun >= self._packer.num_at_once:
-                self._unpumped[connection] = None
-                self._wake()
-                return
+        while not connection.is_lost and self._num_begun < self._packer.num_at_once:
             fill = connection.sends.next_fill()
-            if fill is not None:
-                self._pack(connection, fill)
+            if fill is None:
+                return
+            self._pack(connection, fill)
+        if not connection.is_lost and connection.sends.has_more:
+            self._unpumped[connection] = None
+            self._wake()
 
     def _pack(self, connection: Connection, fill: Fill) -> None:
         transfer, chunk = self._transfers[fill.key], fill.chunk
@@ -298,23 +304,22 @@ class StreamSource(SendingSource):
             dense=connection.lane,
             order=transfer.request.classes[number].order,
         )
+        self._num_jobs += 1
         self._packer.submit(job)
         # What was packed at once leaves before the next one is begun.
         self._num_begun = self._packer.num_at_once if job.end else self._num_begun + 1
-
-    def _take_packed(self) -> None:
-        for job in self._packer.drain():
-            self._on_packed(job)
 
     def _on_packed(self, job: ChunkJob) -> None:
         connection, sequence, is_packed = job.owner, job.chunk.sequence, job.end is CopyEnd.DONE
         assert isinstance(connection, Connection)
         del connection.jobs[job.slot]
+        self._num_jobs -= 1
         if not is_packed and connection.sends.is_wanted(job.key):
             self.counts["pack_failed"] += 1
             _log.warning("packing chunk %d failed: %s", sequence, job.error)
         actions = connection.sends.filled(job.key, sequence, is_packed=is_packed)
-        connection.close_lane()
+        if connection.is_lost:
+            connection.close_lane()
         self._perform(connection, actions)
         if connection.table.states[job.slot] is SourceSlot.FREE:
             self._pump(connection)
@@ -339,6 +344,19 @@ class StreamSource(SendingSource):
         self._pipe.progress()
         for connection in list(self._leaving):
             self._announce_sent(connection)
+
+    def _hear(self) -> None:
+        for connection in self._connections.all():
+            try:
+                messages = () if connection.lane is None else connection.lane.heard()
+            except PipeBroken as exc:
+                self._lose_pipe(connection, exc)
+                continue
+            for message in messages:
+                try:
+                    self._on_credit(connection, decode_credit(memoryview(message)))
+                except ProtocolError as exc:
+                    self._drop(exc)
 
     def _announce_sent(self, connection: Connection) -> None:
         if connection.lane is None or connection.is_lost:
@@ -371,17 +389,23 @@ class StreamSource(SendingSource):
 
     def poll(self) -> list[SourceCompletion]:
         for frames in self._router.poll():
-            self._on_message(frames)
+            self._on_message(bytes(frames[0].buffer), frames)
         self._lose_gone()
         self._take_packed()
-        if self._trials.is_busy:
-            for connection, header in self._trials.drain():
-                self._on_trial_filled(connection, header)
-        self._progress()
-        self._hear()
+        if self._num_filling:
+            for fill in self._filled.drain():
+                self._on_trial_filled(fill)
+        if self._pipe.is_driven:
+            self._progress()
+            self._hear()
         self._pump_more()
         self._take_packed()  # what was packed at once leaves in this very round
         return self._completions.take()
+
+    def _take_packed(self) -> None:
+        if self._num_jobs:
+            for job in self._packer.drain():
+                self._on_packed(job)
 
     def inspect(self) -> None:
         num_failed = self._router.inspect()
@@ -400,8 +424,8 @@ class StreamSource(SendingSource):
             self._stop(key, None)
         while self._transfers:
             self._on_packed(self._packer.take())
-        for connection, header in self._trials.close():
-            self._on_trial_filled(connection, header)
+        while self._num_filling:
+            self._on_trial_filled(self._filled.take())
         for connection in self._connections.all():
             self._lose(connection)
         self._packer.close()
@@ -410,11 +434,12 @@ class StreamSource(SendingSource):
 
     # -- messages of the sinks
 
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
-        identity = bytes(frames[0].buffer)
+    def _on_message(self, identity: bytes, frames: list[zmq.Frame]) -> None:
         connection = self._connections.get(identity)
         try:
-            decoded = _decode(frames)
+            if len(frames) != 2:
+                raise ProtocolError(f"data message: expected 1 frame, got {len(frames) - 1}")  # noqa: TRY301
+            decoded = decode_to_source(frames[1].buffer)
         except ProtocolError as exc:
             self._drop(exc)
             if connection is not None:  # perhaps a credit, without which a slot never comes back
@@ -437,21 +462,6 @@ class StreamSource(SendingSource):
                     self._on_credit(connection, message)
         except ProtocolError as exc:
             self._drop(exc)
-
-    def _hear(self) -> None:
-        for connection in self._connections.all():
-            if connection.lane is None:
-                continue
-            try:
-                messages = connection.lane.heard()
-            except PipeBroken as exc:
-                self._lose_pipe(connection, exc)
-                continue
-            for message in messages:
-                try:
-                    self._on_credit(connection, decode_credit(memoryview(message)))
-                except ProtocolError as exc:
-                    self._drop(exc)
 
     def _drop(self, error: ProtocolError) -> None:
         self.counts["malformed"] += 1
@@ -498,10 +508,10 @@ class StreamSource(SendingSource):
         anybody can attach. It attaches anew when it has a transfer.
         """
         idle = [each for each in self._connections.all() if each.is_idle]
-        if not idle:
-            return False
-        oldest = min(idle, key=lambda each: not each.is_trial and any(each.table.generations))
-        return self._end(oldest, "idle, and too many others; attach anew")
+        unused = [each for each in idle if each.is_trial or not any(each.table.generations)]
+        for oldest in (unused or idle)[:1]:
+            self._end(oldest, "idle, and too many others; attach anew")
+        return bool(idle)
 
     def _make_room_of_staging(self, nbytes: int, *, is_trial: bool) -> bool:
         """The same for as much staging: of idle sinks, and of those that owe credits for so long
@@ -523,10 +533,9 @@ class StreamSource(SendingSource):
                 return True
         return False
 
-    def _end(self, connection: Connection, detail: str) -> bool:
+    def _end(self, connection: Connection, detail: str) -> None:
         self.counts["sent_away"] += 1
         self._send_away(connection, detail)
-        return True
 
     def _on_expect(self, connection: Connection, message: Expect) -> None:
         if connection.is_trial:
@@ -557,20 +566,41 @@ class StreamSource(SendingSource):
     def _on_trial(self, connection: Connection, message: AskTrial) -> None:
         if not connection.is_trial:
             raise ProtocolError("trial: expected a connection that is a trial's")
-        slot = self._trials.check(connection, message)
+        slot = trial_slot(connection, message.nbytes)
         if slot is None:
             self.counts["too_many_trials"] += 1
         elif self._open_lane(connection):
-            self._trials.fill(connection, slot, message.nbytes)
+            self._fill_trial(connection, slot, message.nbytes)
 
-    def _on_trial_filled(self, connection: Connection, header: Header | None) -> None:
+    def _fill_trial(self, connection: Connection, slot: int, nbytes: int) -> None:
+        """On the copy thread, unless the slot still has what is asked for."""
+        connection.num_trials += 1
+        connection.table.fill(slot)
+        header = TrialHeader(nbytes, slot, connection.table.generations[slot])
+        fill = TrialFill(connection, header, self._filled)
+        self._num_filling += 1
+        if connection.trial_slots.get(slot) == nbytes:
+            fill.end = CopyEnd.DONE
+            fill.on_end()
+        else:
+            connection.trial_slots[slot] = nbytes
+            self._copy_thread.submit(fill)
+
+    def _on_trial_filled(self, fill: TrialFill) -> None:
+        self._num_filling -= 1
+        connection, header = fill.connection, fill.header
+        is_filled = fill.end is CopyEnd.DONE
+        if is_filled:
+            connection.table.move(header.slot, SlotEvent.FILLED)
+        else:
+            connection.table.empty(header.slot)
         if connection.is_lost:
             connection.close_lane()
-        elif header is None:
-            self._send_away(connection, "the trial cannot be packed")
-        else:
+        elif is_filled:
             connection.table.leave(header.slot)
             self._give(connection, header)
+        else:
+            self._send_away(connection, "the trial cannot be packed")
 
     def _tell(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
         is_sent = self._router.send(identity, *frames)
@@ -632,9 +662,3 @@ class StreamSource(SendingSource):
             if identity != connection.identity:
                 self._refuse(connection.identity, "one of its streams has ended; attach anew")
             self._lose(connection)
-
-
-def _decode(frames: list[zmq.Frame]) -> ToSource:
-    if len(frames) != 2:
-        raise ProtocolError(f"data message: expected 1 frame, got {len(frames) - 1}")
-    return decode_to_source(frames[1].buffer)

@@ -21,13 +21,12 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.costs import WireCosts, fit_costs
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Trial, Wake
-from kvxfer.transports.channel import Context
-from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
+from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Readable, Trial
+from kvxfer.transports.channel import MANY_PARTS, Context
+from kvxfer.transports.copy_thread import CopyJob, Mailbox
 from kvxfer.transports.pipe import DEVICE_TRIAL_NBYTES, Pipe, PipeBroken, chunk_s, trial_slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connection
-from kvxfer.transports.stream_link import Link, Terms, open_link
-from kvxfer.transports.stream_machine import SlotEvent
+from kvxfer.transports.stream_link import Link, Terms
 from kvxfer.transports.stream_wire import (
     AskTrial,
     Attached,
@@ -36,7 +35,6 @@ from kvxfer.transports.stream_wire import (
     TrialHeader,
     decode_to_sink,
     make_poller,
-    readable,
 )
 from kvxfer.transports.visitors import LOOK_S
 from kvxfer.transports.wake_up import WakeUp
@@ -70,12 +68,14 @@ def trial_rows(nbytes: int) -> Tensor:
 # ------------------------------------------------------------------ the giving side
 
 
-class _Fill(CopyJob):
-    """Writes the pattern into a slot."""
+class TrialFill(CopyJob):
+    """Writes the pattern into a slot of a connection that asks for a trial."""
 
     __slots__ = ("_filled", "connection", "header")
 
-    def __init__(self, connection: Connection, header: TrialHeader, filled: Mailbox[_Fill]) -> None:
+    def __init__(
+        self, connection: Connection, header: TrialHeader, filled: Mailbox[TrialFill]
+    ) -> None:
         super().__init__(connection)
         self.connection = connection
         self.header = header
@@ -91,74 +91,23 @@ class _Fill(CopyJob):
         self._filled.put(self)
 
 
-Filled = tuple[Connection, TrialHeader | None]
-"""A slot that is full now; without a header: one that cannot be written."""
+def trial_slot(connection: Connection, nbytes: int) -> int | None:
+    """Which one so large a message goes into: one that still has the pattern need not be filled
+    again, then one that holds nothing. None if the connection has had its share.
 
-
-class TrialGiver:
-    """Fills slots of connections that ask for a trial."""
-
-    def __init__(self, copy_thread: Copier, wake: Wake) -> None:
-        self._copy_thread = copy_thread
-        self._filled: Mailbox[_Fill] = Mailbox(wake)
-        self._ready: list[Filled] = []
-        self._num_filling = 0
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._ready or self._num_filling)
-
-    def check(self, connection: Connection, message: AskTrial) -> int | None:
-        """The slot that it goes into; None if the connection has had its share.
-
-        Raises ProtocolError.
-        """
-        if message.nbytes not in _SIZES:
-            raise ProtocolError(f"trial: expected one of {_SIZES} bytes, got {message.nbytes}")
-        if message.nbytes > connection.slots.slot_nbytes:
-            raise ProtocolError(
-                f"trial: expected slots of {message.nbytes} bytes, got {connection.slots}"
-            )
-        if connection.num_trials >= MAX_TRIALS:
-            return None
-        if not connection.table.free:
-            raise ProtocolError("trial: expected a slot to be credited first")
-        held = connection.trial_slots  # what need not be filled again, then what holds nothing
-        return min(
-            connection.table.free,
-            key=lambda slot: (held.get(slot) != message.nbytes, slot in held, slot),
-        )
-
-    def fill(self, connection: Connection, slot: int, nbytes: int) -> None:
-        """On the copy thread, unless the slot still has what is asked for."""
-        connection.num_trials += 1
-        connection.table.fill(slot)
-        header = TrialHeader(nbytes, slot, connection.table.generations[slot])
-        if connection.trial_slots.get(slot) == nbytes:
-            connection.table.move(slot, SlotEvent.FILLED)
-            self._ready.append((connection, header))
-            return
-        connection.trial_slots[slot] = nbytes
-        self._num_filling += 1
-        self._copy_thread.submit(_Fill(connection, header, self._filled))
-
-    def drain(self) -> list[Filled]:
-        ready, self._ready = self._ready, []
-        return [*ready, *map(self._take, self._filled.drain())]
-
-    def close(self) -> list[Filled]:
-        last = self.drain()
-        while self._num_filling:
-            last.append(self._take(self._filled.take()))
-        return last
-
-    def _take(self, job: _Fill) -> Filled:
-        self._num_filling -= 1
-        if job.end is CopyEnd.DONE:
-            job.connection.table.move(job.header.slot, SlotEvent.FILLED)
-            return job.connection, job.header
-        job.connection.table.empty(job.header.slot)
-        return job.connection, None
+    Raises ProtocolError.
+    """
+    if nbytes not in _SIZES:
+        raise ProtocolError(f"trial: expected one of {_SIZES} bytes, got {nbytes}")
+    if nbytes > connection.slots.slot_nbytes:
+        raise ProtocolError(f"trial: expected slots of {nbytes} bytes, got {connection.slots}")
+    if connection.num_trials >= MAX_TRIALS:
+        return None
+    if not connection.table.free:
+        raise ProtocolError("trial: expected a slot to be credited first")
+    held = connection.trial_slots
+    ranked = ((held.get(slot) != nbytes, slot in held, slot) for slot in connection.table.free)
+    return min(ranked)[-1]
 
 
 # ------------------------------------------------------------------ the taking side
@@ -189,7 +138,7 @@ def take_trial(
         for way in pipe.ways:
             began_s = time.monotonic()
             try:
-                link = open_link(
+                link = Link(
                     pipe,
                     Terms(slots, way, is_trial=True),
                     source,
@@ -260,7 +209,7 @@ class TrialTaker:
         self._link = link
         self._wake = wake
         self._timeout_s = self._deadline_s = 0.0
-        self._poller = make_poller((link.dealer.socket, link.dealer.monitor))
+        self._dealer = link.dealers[0]
         self._arrived: list[int] = []
 
     def begin(self, timeout_s: float) -> None:
@@ -330,26 +279,23 @@ class TrialTaker:
                     f"{self._pipe.name}: expected {nbytes} bytes from {link.endpoint} within "
                     f"{self._timeout_s:.3g} s, got no answer"
                 )
-            self._sleep(min(left_s, LOOK_S))
-            ready = readable(self._poller)
-            if not ready:
-                link.dealer.inspect()
-            for socket in ready:
-                if socket is link.dealer.monitor:
-                    why = link.dealer.why_ended()
-                    if why is not None:
-                        raise ProtocolError(f"expected an answer, got none: {why}")
-                    continue
-                for first, *parts in link.receive(link.dealer):
-                    self._on_message(first.buffer, parts, first)
+            self._look(min(left_s, LOOK_S))
 
-    def _sleep(self, most_s: float) -> None:
-        link = self._link
-        poller = make_poller(
-            (link.dealer.socket, link.dealer.monitor, self._wake.fd, *self._pipe.fds())
-        )
-        poller.poll(max(1, round(most_s * 1000)))
+    def _look(self, most_s: float) -> None:
+        """Wait for what the source or the pipe has to say."""
+        dealer = self._dealer
+        sockets: tuple[Readable, ...]
+        sockets = (dealer.socket, dealer.monitor, self._wake.fd, *self._pipe.fds())
+        ready = dict(make_poller(sockets).poll(max(1, round(most_s * 1000))))
         self._wake.clear()
+        if not ready.keys() & {dealer.socket, dealer.monitor}:
+            dealer.inspect()
+        for first, *parts in dealer.receive():
+            if parts and parts[-1].more:
+                raise ProtocolError(MANY_PARTS)
+            self._on_message(first.buffer, parts, first)
+        if dealer.monitor in ready and (why := dealer.why_ended()) is not None:
+            raise ProtocolError(f"expected an answer, got none: {why}")
 
     def _on_message(
         self, message: memoryview, parts: Sequence[zmq.Frame], frame: zmq.Frame | None = None

@@ -35,7 +35,6 @@ from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.costs import MOST_SLOTS
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import Readable, TransferKey
-from kvxfer.transports.channel import Socket
 
 STREAM_VERSION = 4
 """2 had all messages on ZeroMQ, 3 at most 512 tokens in a chunk."""
@@ -148,13 +147,28 @@ Header = ChunkHeader | TrialHeader
 ToSink = Streams | Attached | ChunkHeader | TrialHeader | Refused
 
 encode: Callable[[ToSource | ToSink], bytes] = msgspec.msgpack.Encoder().encode
-_to_source: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)
-_to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
 
 
-def decode_to_source(frame: memoryview) -> ToSource:
-    """Parse a frame that a sink sent. Raises ProtocolError."""
-    return _decode(_to_source, "data frame", frame)
+def _decoder(what: str, decoder: msgspec.msgpack.Decoder[T]) -> Callable[[memoryview], T]:
+    def decode(frame: memoryview) -> T:
+        if len(frame) > CONTROL_MAX_NBYTES:
+            raise ProtocolError(
+                f"{what}: expected at most {CONTROL_MAX_NBYTES} bytes, got {len(frame)}"
+            )
+        try:
+            return decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+            raise ProtocolError(f"{what}: {exc}") from exc
+
+    return decode
+
+
+decode_to_source: Callable[[memoryview], ToSource]
+decode_to_source = _decoder("data frame", msgspec.msgpack.Decoder(ToSource))
+"""Parse a frame that a sink sent. Raises ProtocolError."""
+decode_to_sink: Callable[[memoryview], ToSink]
+decode_to_sink = _decoder("header", msgspec.msgpack.Decoder(ToSink))
+"""Parse a header that a source sent. Raises ProtocolError."""
 
 
 def decode_credit(frame: memoryview) -> Credit:
@@ -165,32 +179,11 @@ def decode_credit(frame: memoryview) -> Credit:
     return message
 
 
-def decode_to_sink(frame: memoryview) -> ToSink:
-    """Parse a header that a source sent. Raises ProtocolError."""
-    return _decode(_to_sink, "header", frame)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], what: str, frame: memoryview) -> T:
-    if len(frame) > CONTROL_MAX_NBYTES:
-        raise ProtocolError(
-            f"{what}: expected at most {CONTROL_MAX_NBYTES} bytes, got {len(frame)}"
-        )
-    try:
-        return decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"{what}: {exc}") from exc
-
-
 def make_poller(sockets: Sequence[Readable]) -> zmq.Poller:
     poller = zmq.Poller()
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)
     return poller
-
-
-def readable(poller: zmq.Poller) -> list[Socket]:
-    """The sockets that have something, without waiting: one call for all of them."""
-    return [socket for socket, _ in poller.poll(0) if isinstance(socket, zmq.Socket)]
 
 
 def data_endpoint_of(source: RankManifest, config: Config, name: str) -> str:

@@ -106,12 +106,19 @@ class Backlog:
     read_nbytes: int = 0
     is_heard: bool = False
 
-    def note(self, frames: Sequence[zmq.Frame]) -> None:
-        """Count a message that was read, with its framing on the wire."""
+    def heard(self, frames: Sequence[zmq.Frame]) -> int:
+        """Count a message that was read, with its framing on the wire. Returns the descriptor."""
         self.is_heard = True
         for frame in frames:
             nbytes = len(frame)
             self.read_nbytes += nbytes + (2 if nbytes <= _SHORT_NBYTES else 9)
+        return self.fd
+
+    def connected(self, fd: int) -> None:
+        """It has this descriptor; what was counted is of an earlier connection if there was one."""
+        if self.fd >= 0:
+            self.base_nbytes, self.read_nbytes, self.is_heard = 0, 0, False
+        self.fd = fd
 
     def look(self, *, was_empty: bool) -> int:
         """How many bytes were received and not read. ``was_empty``: since the last look there was
@@ -154,17 +161,19 @@ def _lent(socket: sockets.socket) -> Iterator[sockets.socket]:
 
 
 class Inbox:
-    """The messages of one socket.
+    """The messages of one socket, each counted by ``counter`` before it is handed out.
 
     ZeroMQ hands a message over when all of it is there, in however many parts. Of one of too many
     come the first MOST_PARTS, of which the last has ``more``, and then its sender is to be sent
-    away: the socket is closed, or a ROUTER's connection. What is left of it at a ROUTER
-    (``visitors``) is thrown away, in turns as well.
+    away: the socket is closed, or a ROUTER's connection. What is left of it at a ROUTER (whose
+    counter are its Visitors) is thrown away, in turns as well.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], visitors: Visitors | None = None) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], counter: Visitors | Backlog | None = None
+    ) -> None:
         self._socket = socket
-        self._visitors = visitors
+        self._counter = counter
         self._thrown_fd: int | None = None
         self._was_empty = False
 
@@ -174,16 +183,22 @@ class Inbox:
         return was_empty
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
+        recv, counter = self._socket.recv, self._counter
         until_s = time.perf_counter() + TURN_S
         try:
             for _ in range(MESSAGES_PER_TURN):
-                frames = self._next() if self._thrown_fd is None else self._skip(until_s)
-                if frames is None:
-                    return
-                self._thrown_fd = None
-                if self._visitors is not None:
-                    fd = self._visitors.heard(frames)
-                    if frames[-1].more:
+                if self._thrown_fd is not None:
+                    frames = self._skip(until_s)
+                    if not frames:
+                        return
+                    self._thrown_fd = None
+                else:
+                    frames = [recv(_NOBLOCK, copy=False)]
+                    while frames[-1].more and len(frames) < MOST_PARTS:
+                        frames.append(recv(_NOBLOCK, copy=False))
+                if counter is not None:
+                    fd = counter.heard(frames)
+                    if frames[-1].more and isinstance(counter, Visitors):
                         self._thrown_fd = fd
                 yield frames
                 if time.perf_counter() >= until_s:
@@ -194,15 +209,8 @@ class Inbox:
             self._thrown_fd = None  # messages come whole: here ends one
             self._was_empty = True
 
-    def _next(self) -> list[zmq.Frame]:
-        recv = self._socket.recv
-        frames = [recv(_NOBLOCK, copy=False)]
-        while frames[-1].more and len(frames) < MOST_PARTS:
-            frames.append(recv(_NOBLOCK, copy=False))
-        return frames
-
-    def _skip(self, until_s: float) -> list[zmq.Frame] | None:
-        """Up to the next message of another connection, of one part as all of ours are; None if
+    def _skip(self, until_s: float) -> list[zmq.Frame]:
+        """Up to the next message of another connection, of one part as all of ours are; none if
         that takes longer than a turn.
 
         A part takes 0.4 us as bytes and 2 as a frame, which knows where it comes from and whether
@@ -210,21 +218,22 @@ class Inbox:
         unanswered. So only what may be a name is followed by a frame; and it counts as one only if
         it is that connection's, because anybody may send such a part.
         """
-        assert self._visitors is not None
-        recv, may_be_name = self._socket.recv, self._visitors.may_be_name
+        visitors = self._counter
+        assert isinstance(visitors, Visitors)
+        recv = self._socket.recv
         while time.perf_counter() < until_s:
             for _ in range(_PARTS_PER_LOOK):
                 part = recv(_NOBLOCK)
-                while may_be_name(part):
+                while visitors.may_be_name(part):
                     frame = recv(_NOBLOCK, copy=False)
                     fd = int(frame.get(_SOURCE_FD))
-                    name = self._visitors.name_of(fd)
+                    name = visitors.name_of(fd)
                     if fd == self._thrown_fd and name is not None:
                         break
-                    if not frame.more and self._visitors.is_name(part, of=name):
+                    if not frame.more and visitors.is_name(part, of=name):
                         return [zmq.Frame(part), frame]
                     part = frame.bytes  # perhaps this is the name, behind a part of the thrown
-        return None
+        return []
 
 
 # ------------------------------------------------------------------ one listener
@@ -334,8 +343,7 @@ class Visitors:
                 self._gone.append(visitor.name)
                 self._ended[visitor.name] = None
             visitor.name, visitor.num_unread, self._fds[name] = name, 0, fd
-        visitor.backlog.note(frames[1:])
-        return fd
+        return visitor.backlog.heard(frames[1:])
 
     def send_away(self, frame: zmq.Frame, why: str) -> None:
         """End the connection that this came from; for a while its address makes no new one."""

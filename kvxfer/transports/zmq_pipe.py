@@ -129,6 +129,7 @@ class ZmqPipe(Pipe):
 
     name = "zmq"
     has_streams = True
+    is_driven = False
 
     def __init__(self, pinned: Pinned | None = None) -> None:
         self._pinned = pinned

@@ -506,7 +506,7 @@ DECODERS = (
         _STREAM_TO_SOURCE,
         _stream_to_source,
         _REFUSED,
-        ("transports/stream_wire.py:_decode",),
+        ("transports/stream_wire.py:_decoder.decode",),
     ),
     Decoder(
         "stream to a sink",
@@ -514,7 +514,7 @@ DECODERS = (
         _STREAM_TO_SINK,
         _stream_to_sink,
         _REFUSED,
-        ("transports/stream_wire.py:_decode",),
+        ("transports/stream_wire.py:_decoder.decode",),
     ),
     Decoder("credit", "msgpack", _STREAM_TO_SOURCE[2:3], _stream_credit, _REFUSED, ()),
     Decoder(

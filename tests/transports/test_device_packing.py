@@ -21,7 +21,7 @@ from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import launches, registry
+from kvxfer.transports import launches, registry, stream_source, stream_trial
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -39,12 +39,19 @@ from kvxfer.transports.stream_connections import Admission
 from kvxfer.transports.stream_packing import LEAST_BOUNCES, DevicePacker, make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_trial import TrialGiver
-from kvxfer.transports.stream_wire import AskTrial, Attach
+from kvxfer.transports.stream_wire import Attach
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
 from tests.transports.host_gpu import HostGpu
-from tests.transports.pair import ZMQ, Pair, a_move, key_of, read_request, send_request
+from tests.transports.pair import (
+    ZMQ,
+    Pair,
+    a_move,
+    connections_of,
+    key_of,
+    read_request,
+    send_request,
+)
 
 
 def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
@@ -172,20 +179,20 @@ def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
 ) -> None:
     attached: list[tuple[int, int]] = []
     asked: list[int] = []
-    admit, check = Admission.admit, TrialGiver.check
+    admit, check = Admission.admit, stream_trial.trial_slot
 
     def seen_admit(self: Admission, message: Attach, num_streams: int) -> Slots:
         attached.append((message.num_slots, message.slot_nbytes))
         return admit(self, message, num_streams)
 
-    def seen_check(self: TrialGiver, connection: Any, message: AskTrial) -> int | None:
-        asked.append(message.nbytes)
-        return check(self, connection, message)
+    def seen_check(connection: Any, nbytes: int) -> int | None:
+        asked.append(nbytes)
+        return check(connection, nbytes)
 
     with _pair(quick_packer, monkeypatch) as pair:
-        pair.until(lambda: not pair.source.is_idle)  # the sink is attached
+        pair.until(lambda: bool(len(connections_of(pair))))  # the sink is attached
         monkeypatch.setattr(Admission, "admit", seen_admit)
-        monkeypatch.setattr(TrialGiver, "check", seen_check)
+        monkeypatch.setattr(stream_source, "trial_slot", seen_check)
         # Both are in host memory; they and the manifest say otherwise
         on_device = SimpleNamespace(device=torch.device(sink_type))
         monkeypatch.setattr(pair.sink, "_memory", on_device)
@@ -245,7 +252,7 @@ def _is_at_rest(packer: DevicePacker, reaches_host: bool) -> bool:
     """Nothing is under way, and every buffer is back."""
     assert packer._num_bounces <= (0 if reaches_host else LEAST_BOUNCES + 1)
     return not (
-        packer._steps
+        packer._jobs
         or packer._waiting
         or packer._ended
         or len(packer._in_flight)

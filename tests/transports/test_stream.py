@@ -64,7 +64,7 @@ from tests.transports.pair import (
 )
 
 
-def test_a_wire_is_idle_until_it_has_something_to_say_or_somebody_to_say_it_to(pair: Pair) -> None:
+def test_a_wire_is_idle_until_it_has_something_to_say_or_can_be_read(pair: Pair) -> None:
     source, sink, key = pair.source, pair.sink, key_of(1)
     assert source.is_idle
     assert sink.is_idle
@@ -76,15 +76,21 @@ def test_a_wire_is_idle_until_it_has_something_to_say_or_somebody_to_say_it_to(p
     assert source.is_idle
     assert sink.is_idle
     source.submit_send(send_request(key, a_move()))  # no sink has come for it
-    assert not source.is_idle
+    assert source.is_idle
     source.stop_send(key)
-    pair.until(lambda: source.is_idle)
+    pair.until(lambda: pair.said_kind(SendStopped, key))
     sink.attach(pair.manifest)
-    assert not sink.is_idle
-    pair.until(lambda: not source.is_idle)  # the attach is read, although it was idle
-    sink.detach(pair.manifest.control_endpoint)
     assert sink.is_idle
-    pair.until(lambda: source.is_idle)  # and so is the end of the connection
+    pair.until(lambda: bool(len(connections_of(pair))))  # the attach is read, although it was idle
+    pair.hold = True
+    pair.start(key_of(2), a_move())
+    pair.until(lambda: pair.said_kind(Packed, key_of(2)))
+    assert source.is_idle  # all slots are full, and the next word is the owner's
+    assert sink.is_idle
+    sink.detach(pair.manifest.control_endpoint)
+    assert not sink.is_idle
+    pair.until(lambda: not len(connections_of(pair)))  # and so is the end of the connection
+    pair.until(lambda: source.is_idle and sink.is_idle)
 
 
 def test_a_source_is_not_idle_while_it_fills_the_slot_of_a_trial_that_has_gone(

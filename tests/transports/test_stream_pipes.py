@@ -101,6 +101,14 @@ def test_every_byte_comes_and_slots_come_back(pair: Pair, world: World) -> None:
     assert bool(world.num_told) == world.carries
 
 
+def test_a_wire_is_not_idle_while_its_pipe_may_have_to_be_driven(pair: Pair) -> None:
+    pair.until(lambda: bool(len(connections_of(pair))))
+    assert not pair.source.is_idle
+    assert not pair.sink.is_idle
+    pair.sink.detach(pair.manifest.control_endpoint)
+    pair.until(lambda: pair.source.is_idle and pair.sink.is_idle)
+
+
 def _num_awaited(pair: Pair) -> int:
     """Slots of the pair's connection that were announced."""
     return link_of(pair).table.num[SinkSlot.AWAITED]
@@ -306,7 +314,7 @@ def test_what_came_before_the_end_of_the_connection_counts(
     world.is_held = True
     pair.start(key, move)
     link = link_of(pair)
-    pair.until(lambda: link.is_awaiting)
+    pair.until(lambda: bool(link.table.num[SinkSlot.AWAITED]))
     world.is_held = not comes
     forget_source(pair, "gone")
     end = pair.end(key)

@@ -83,7 +83,7 @@ class Takers:
         self._rounds = [begins, *rounds]
         clock = SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
         monkeypatch.setattr(stream_trial, "time", clock)
-        monkeypatch.setattr(stream_trial, "open_link", self._open)
+        monkeypatch.setattr(stream_trial, "Link", self._open)
         monkeypatch.setattr(TrialTaker, "__init__", self._make)
         monkeypatch.setattr(TrialTaker, "begin", lambda taker, limit: self._begin(taker, limit))
         monkeypatch.setattr(TrialTaker, "time_round", lambda taker, left: self._time(taker, left))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from kvxfer.tensors.device_memory import Gpu
 from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import parallel, stream_source
+from kvxfer.transports import parallel, stream_link, stream_source
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -40,7 +41,6 @@ from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
 from kvxfer.transports.parallel import MOST_FURTHER, num_cores, num_streams
 from kvxfer.transports.pipe import HOST_STAGING, Pipe, Slots
 from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
-from kvxfer.transports.stream_link import Link
 from kvxfer.transports.stream_machine import SlotEvent, SourceSlots
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
@@ -282,15 +282,15 @@ def test_a_source_that_offers_more_than_was_asked_for_gets_no_more(
 def test_each_stream_begins_with_attached(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a chunk over one of them does not wait for another."""
     heard: list[tuple[int, str]] = []
-    receive = Link.receive
+    receive = Dealer.receive
 
-    def seen(link: Link, dealer: Dealer) -> Iterator[list[zmq.Frame]]:
-        for frames in receive(link, dealer):
+    def seen(dealer: Dealer) -> Iterator[list[zmq.Frame]]:
+        for frames in receive(dealer):
             kind = type(decode_to_sink(frames[0].buffer)).__name__
-            heard.append((link.dealers.index(dealer), kind))
+            heard.append((link_of(pair).dealers.index(dealer), kind))
             yield frames
 
-    monkeypatch.setattr(Link, "receive", seen)
+    monkeypatch.setattr(Dealer, "receive", seen)
     with a_pair(3) as pair:
         if is_early:
             load(pair, 1)
@@ -351,13 +351,13 @@ def test_a_stream_that_is_refused_ends_alone(monkeypatch: pytest.MonkeyPatch) ->
     """As by the guard, while its address has a penalty."""
     with a_pair(3) as pair:
         link = link_of(pair)
-        connect = link.connect_stream
-        assert isinstance(connect, partial)
-        context, config, bounds, _, key = connect.args
-        nowhere = partial(
-            connect.func, context, config, bounds, "tcp://127.0.0.1:9", key, **connect.keywords
-        )
-        monkeypatch.setattr(link, "connect_stream", nowhere)
+
+        def nowhere(
+            context: Any, config: Any, bounds: Any, _: str, key: Any, **more: Any
+        ) -> Dealer:
+            return Dealer(context, config, bounds, "tcp://127.0.0.1:9", key, **more)
+
+        monkeypatch.setattr(stream_link, "Dealer", nowhere)
         pair.until(lambda: len(link.dealers) == 3)
         pair.until(lambda: len(link.dealers) == 1)
         load(pair, 1)

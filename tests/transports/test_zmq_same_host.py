@@ -22,7 +22,7 @@ from kvxfer.transports.pipe import Pipe
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.zmq_pipe import ZmqPipe
-from tests.transports.pair import ZMQ, Pair, a_move, key_of
+from tests.transports.pair import ZMQ, Pair, a_move, connections_of, key_of
 
 
 def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
@@ -124,10 +124,10 @@ def test_sinks_that_look_for_it_disturb_nobody(pair: Pair) -> None:
     for _ in range(3):
         assert nearest_endpoint(endpoint_of(pair)).startswith("ipc:")
     read_all(pair)
-    assert not pair.source.is_idle
+    assert len(connections_of(pair)) == 1
     assert not any(isinstance(each, PeerGone) for each in pair.seen)
     pair.sink.detach(pair.manifest.control_endpoint)
-    pair.until(lambda: pair.source.is_idle)
+    pair.until(lambda: not len(connections_of(pair)))
 
 
 def test_a_source_that_has_gone_leaves_no_name(pair: Pair) -> None:
