@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import msgspec
@@ -31,7 +31,6 @@ from kvxfer.transfer.session import (
     OfferState,
     ReleaseArrived,
     StreamSent,
-    Wire,
 )
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.windows import Keeping
@@ -45,7 +44,25 @@ from kvxfer.transfer.wire import (
     decode_to_source,
     encode,
 )
-from kvxfer.transports.base import SendingSource, SourceTransport
+from kvxfer.transports.base import SendingSource, SourceTransport, TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a consumer asks for of an offer, worked out once from its first Pull. ``stream``: the
+    wire that it is sent over; None: the consumer reads by itself. ``sides``: of a stream, this
+    rank's side of each class.
+    """
+
+    pull: Pull
+    key: TransferKey
+    stream: SendingSource | None
+    sides: tuple[Side, ...] = ()
+
+    @property
+    def grows(self) -> bool:
+        """Can it be given what is open while the rest is computed?"""
+        return self.pull.grows is True and (self.stream is None or self.stream.can_grow)
 
 
 @dataclass(slots=True)
@@ -70,8 +87,8 @@ class GivenOffer:
     ``finders``: the connections that have asked by it, and are to hear that the offer is complete.
     ``heard_s``: when each sink engine last sent a message about the offer. ``identities``: the
     connection of each consumer. ``speakers``: the last connection of each sink engine that was
-    granted the offer, or knows its tokens. ``pulls``: what each consumer asked for, while the offer
-    lives. ``checks``: of those that verify what they read.
+    granted the offer, or knows its tokens. ``asked``: by consumer, while the offer lives.
+    ``checks``: of those that verify what they read.
     """
 
     request_id: str
@@ -87,7 +104,7 @@ class GivenOffer:
     heard_s: dict[bytes, float] = field(default_factory=dict)
     identities: dict[Consumer, bytes] = field(default_factory=dict)
     speakers: dict[bytes, bytes] = field(default_factory=dict)
-    pulls: dict[Consumer, Pull] = field(default_factory=dict)
+    asked: dict[Consumer, Asked] = field(default_factory=dict)
     checks: dict[Consumer, Check] = field(default_factory=dict)
     name: bytes = b""
     finders: dict[bytes, Find] = field(default_factory=dict)
@@ -152,15 +169,21 @@ class PullRefused(Exception):
         self.reason = reason
 
 
-def wire_of(pull: Pull, transports: Mapping[str, SourceTransport]) -> Wire:
-    is_sent = not pull.is_null and isinstance(transports[pull.transport], SendingSource)
-    return Wire.STREAM if is_sent else Wire.DIRECT
+def asked_of(pull: Pull, rank: str, transports: Mapping[str, SourceTransport]) -> Asked:
+    """Unread: of a Pull that will be refused the wire need not be one of ours. ``rank``: of this
+    source.
+    """
+    wire = None if pull.is_null else transports.get(pull.transport)
+    consumer = pull.consumer
+    key = TransferKey(pull.offer.nonce, consumer.incarnation, str(consumer.rank), rank)
+    return Asked(pull, key, wire if isinstance(wire, SendingSource) else None)
 
 
 def read_pull(
-    pull: Pull, resolver: PullResolver, transports: Mapping[str, SourceTransport], num_tokens: int
-) -> Wire:
-    """How an offer of ``num_tokens`` will serve this Pull. Raises PullRefused."""
+    asked: Asked, resolver: PullResolver, transports: Mapping[str, SourceTransport], num_tokens: int
+) -> Asked:
+    """With its sides, if an offer of ``num_tokens`` can serve it. Raises PullRefused."""
+    pull = asked.pull
     if not pull.is_null and pull.transport not in transports:
         raise PullRefused(
             Reason.TRANSPORT,
@@ -168,8 +191,8 @@ def read_pull(
         )
     if not isinstance(pull.verify, msgspec.UnsetType):
         _check_verified(pull.verify.classes, resolver, num_tokens)
-    if wire_of(pull, transports) is Wire.DIRECT:
-        return Wire.DIRECT
+    if asked.stream is None:
+        return asked
     _check_states(pull.classes, num_tokens)
     try:
         for wanted in pull.classes:
@@ -178,12 +201,13 @@ def read_pull(
                     Reason.PLAN,
                     f"tokens: expected at most the offered {num_tokens}, got {_last(wanted)}",
                 )
-        _check_held(resolver.resolve(pull.classes), pull.classes, num_tokens)
+        sides = resolver.resolve(pull.classes)
+        _check_held(sides, pull.classes, num_tokens)
         if not check_chunks(pull.classes, pull.chunk_nbytes):
             raise PullRefused(Reason.PLAN, "classes: expected something to send, got nothing")
     except ProtocolError as e:
         raise PullRefused(Reason.PLAN, str(e)) from e
-    return Wire.STREAM
+    return replace(asked, sides=sides)
 
 
 def _check_states(classes: Sequence[PullClass], num_tokens: int) -> None:
@@ -226,12 +250,6 @@ def _check_held(sides: Sequence[Side], classes: Sequence[PullClass], num_tokens:
             )
 
 
-def check_same(first: Pull, pull: Pull) -> None:
-    """A consumer asks for one thing of an offer, however often. Raises PullRefused."""
-    if first != pull:
-        raise PullRefused(Reason.PLAN, "pull: expected the first one again, got another")
-
-
 def _last(wanted: PullClass) -> int:
     """How many tokens of the request a class needs."""
     return wanted.token(wanted.token_hi - 1) + 1
@@ -253,27 +271,12 @@ def _is_offered(manifest: RankManifest, wanted: PullClass, num_tokens: int) -> b
     return all(wanted.token_hi <= -(-most // size) * size for size in sizes or {1})
 
 
-def checked_sides(
-    resolver: PullResolver, pull: Pull, block_ids: GroupBlockIds, open_tokens: int
-) -> tuple[Side, ...]:
-    """This rank's side of every class, after a check that each block is there that is open.
-
-    Raises ProtocolError.
-    """
-    sides = resolver.resolve(pull.classes)
-    for side, wanted in zip(sides, pull.classes, strict=True):
+def check_open(asked: Asked, block_ids: GroupBlockIds, open_tokens: int) -> None:
+    """Check that each block is there that is open of a stream. Raises ProtocolError."""
+    for side, wanted in zip(asked.sides, asked.pull.classes, strict=True):
         token_hi = open_to(wanted, open_tokens)
         if wanted.token_lo < token_hi:
             check_table(side, block_ids, wanted.token_lo, token_hi)
-    return sides
-
-
-def may_grow(pull: Pull, transports: Mapping[str, SourceTransport]) -> bool:
-    """Whether this consumer can be given what is open while the rest is computed; of a Pull that
-    will be refused the wire need not be one of ours.
-    """
-    wire = None if pull.is_null else transports.get(pull.transport)
-    return pull.grows is True and not (isinstance(wire, SendingSource) and not wire.can_grow)
 
 
 def given_cells(resolver: PullResolver, offer: GivenOffer, verify: Verify) -> list[Cells]:

@@ -78,16 +78,14 @@ class PullResolver:
 
     def resolve(self, classes: Sequence[PullClass]) -> tuple[Side, ...]:
         """This rank's side of each. Raises ProtocolError for what it does not give."""
+        like: list[PullClass] = []
         for index, wanted in enumerate(classes):
-            check_sizes(f"class {index}", wanted)
-        found = self._found(
-            tuple(
-                replace(wanted, token_lo=0, token_hi=0, state_of=0 if wanted.is_state else UNSET)
-                for wanted in classes
-            )
-        )
+            _check_sizes(f"class {index}", wanted)
+            state_of = UNSET if wanted.state_of is UNSET else 0
+            like.append(replace(wanted, token_lo=0, token_hi=0, state_of=state_of))
+        found = self._found(tuple(like))
         for index, ((_, first), wanted) in enumerate(zip(found, classes, strict=True)):
-            _check_tokens(_name(f"class {index}", wanted.regions[0]), first, wanted)
+            _check_tokens(index, first, wanted)
         return tuple(side for side, _ in found)
 
     def _find(self, classes: tuple[PullClass, ...]) -> tuple[tuple[Side, Region], ...]:
@@ -287,7 +285,7 @@ def _joined(
     return joined
 
 
-def check_sizes(where: str, wanted: PullClass) -> None:
+def _check_sizes(where: str, wanted: PullClass) -> None:
     """Bounds on everything that is looped over or multiplied, before it is."""
     if not wanted.regions:
         raise ProtocolError(f"{where}: expected at least one region, got none")
@@ -302,19 +300,18 @@ def check_sizes(where: str, wanted: PullClass) -> None:
         )
     if wanted.inner_nbytes < 1:
         raise ProtocolError(f"{where}: inner_nbytes: expected 1 or more, got {wanted.inner_nbytes}")
-    kernel_tokens = wanted.order.kernel_tokens
-    if kernel_tokens < 1 or kernel_tokens * token_nbytes(wanted) > MAX_CHUNK_NBYTES:
+    kernel_tokens, one_nbytes = wanted.order.kernel_tokens, token_nbytes(wanted)
+    if kernel_tokens < 1 or kernel_tokens * one_nbytes > MAX_CHUNK_NBYTES:
         raise ProtocolError(
             f"{where}: kernel_tokens: expected 1 or more, of at most {MAX_CHUNK_NBYTES} bytes "
-            f"together, got {kernel_tokens} of {token_nbytes(wanted)} bytes"
+            f"together, got {kernel_tokens} of {one_nbytes} bytes"
         )
-    _check_channels(where, wanted)
+    if wanted.order.channel_nbytes:
+        _check_channels(where, wanted)
 
 
 def _check_channels(where: str, wanted: PullClass) -> None:
     channel_nbytes = wanted.order.channel_nbytes
-    if channel_nbytes == 0:
-        return
     if not 0 < channel_nbytes < wanted.inner_nbytes or wanted.inner_nbytes % channel_nbytes:
         raise ProtocolError(
             f"{where}: channel_nbytes: expected 0 or a divisor of the {wanted.inner_nbytes} inner "
@@ -378,38 +375,32 @@ def _check_against(name: str, region: Region, wanted: PullClass) -> None:
         )
 
 
-def _check_tokens(name: str, region: Region, wanted: PullClass) -> None:
+def _check_tokens(index: int, region: Region, wanted: PullClass) -> None:
     """Against one region of the class: all have blocks of one size, and as many."""
-    if region.is_state != wanted.is_state:
-        kept, asked = (
-            "a state" if each else "tokens" for each in (region.is_state, wanted.is_state)
-        )
-        raise ProtocolError(f"{name}: expected to be asked for {kept}, got {asked}")
-    if region.is_state and (wanted.token_lo, wanted.token_hi) not in (
-        (0, 0),
-        (0, region.block_tokens),
-    ):
-        raise ProtocolError(
-            f"{name}: states move whole: expected steps [0, {region.block_tokens}), got "
-            f"[{wanted.token_lo}, {wanted.token_hi})"
-        )
+    problem = _tokens_problem(region, wanted)
+    if problem is not None:
+        raise ProtocolError(f"{_name(f'class {index}', wanted.regions[0])}: {problem}")
+
+
+def _tokens_problem(region: Region, wanted: PullClass) -> str | None:
+    block_tokens, is_state = region.block_tokens, region.is_state
+    span, steps = f"[{wanted.token_lo}, {wanted.token_hi})", (wanted.token_lo, wanted.token_hi)
+    if is_state != (wanted.state_of is not UNSET):
+        kept = ("tokens", "a state") if wanted.is_state else ("a state", "tokens")
+        return f"expected to be asked for {kept[0]}, got {kept[1]}"
+    if is_state and steps not in ((0, 0), (0, block_tokens)):
+        return f"states move whole: expected steps [0, {block_tokens}), got {span}"
     if region.cell_tokens != wanted.cell_tokens:
-        shared = [each.cell_tokens or 1 for each in (region, wanted)]
-        raise ProtocolError(
-            f"{name}: cell_tokens: expected {shared[0]} tokens to share a cell, got {shared[1]}"
-        )
-    num_tokens = wanted.token_hi - wanted.token_lo
+        cells = [each.cell_tokens or 1 for each in (region, wanted)]
+        return f"cell_tokens: expected {cells[0]} tokens to share a cell, got {cells[1]}"
     pool_tokens = region.num_blocks * region.block_cells
-    if num_tokens > pool_tokens:
-        raise ProtocolError(
-            f"{name}: tokens: expected at most the pool's {pool_tokens}, got {num_tokens}"
-        )
-    is_cut = wanted.token_lo % region.block_tokens or wanted.token_hi % region.block_tokens
+    if wanted.token_hi - wanted.token_lo > pool_tokens:
+        got = wanted.token_hi - wanted.token_lo
+        return f"tokens: expected at most the pool's {pool_tokens}, got {got}"
+    is_cut = wanted.token_lo % block_tokens or wanted.token_hi % block_tokens
     if region.interior is not Interior.PLAIN and is_cut:
-        raise ProtocolError(
-            f"{name}: opaque blocks move whole: expected multiples of {region.block_tokens} "
-            f"tokens, got [{wanted.token_lo}, {wanted.token_hi})"
-        )
+        return f"opaque blocks move whole: expected multiples of {block_tokens} tokens, got {span}"
+    return None
 
 
 def token_nbytes(wanted: PullClass) -> int:

@@ -455,7 +455,7 @@ def given_offer(source: Engine, nonce: bytes) -> GivenOffer | None:
 def num_pulls(source: Engine, nonce: bytes) -> int:
     """Of this offer, which have come; nothing tells of those that are parked."""
     offer = given_offer(source, nonce)
-    return len(offer.pulls) if offer is not None else 0
+    return len(offer.asked) if offer is not None else 0
 
 
 def backlogs_of(engine: Engine) -> list[Backlog]:
