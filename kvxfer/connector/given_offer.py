@@ -130,12 +130,12 @@ class GivenOffer:
         return (
             offer.state not in (OfferState.PENDING, OfferState.OPEN)
             or offer.digest not in (None, pull.digest)
-            or offer.gone_reason(pull.consumer.incarnation) is not None
+            or pull.consumer.incarnation in offer.gone
         )
 
     def heard(self, incarnation: bytes, now_s: float) -> None:
         """A sink engine sent a message about the offer. For one without a claim nothing is kept."""
-        if self.session.snapshot.claim(incarnation) is not None:
+        if incarnation in self.session.snapshot.claims:
             self.heard_s[incarnation] = now_s
 
     def extend(self, now_s: float, lease_s: float, max_hold_s: float) -> None:
@@ -240,6 +240,8 @@ def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_to
 def _check_held(sides: Sequence[Side], classes: Sequence[PullClass], num_tokens: int) -> None:
     """Raises PullRefused for tokens that this source no longer keeps at the end of the offer."""
     for side, wanted in zip(sides, classes, strict=True):
+        if side.window is None:
+            continue
         held_start = wanted.count(side.keeping.held_start(num_tokens))
         if wanted.token_lo < min(held_start, wanted.token_hi):
             raise PullRefused(

@@ -68,7 +68,8 @@ class Keeper:
     def hold(self, request_id: str, source: SourceRef) -> None:
         """Keep an offer at every source rank, as soon as the source engine is known."""
         kept = self._kept[request_id] = _Kept(source, None)
-        self._start()
+        if not self._is_ticking:
+            self._start()
         peer = self._peers.known(source)
         if peer is None:
             self._tell_all(request_id, kept)
@@ -77,7 +78,8 @@ class Keeper:
 
     def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
         self._kept.setdefault(request_id, _Kept(source, ranks))
-        self._start()
+        if not self._is_ticking:
+            self._start()
 
     def release(self, request_id: str) -> None:
         self._kept.pop(request_id, None)
@@ -110,9 +112,8 @@ class Keeper:
             self._io.guard(self._cancel, owed)
 
     def _start(self) -> None:
-        if not self._is_ticking:
-            self._is_ticking = True
-            self._io.after(self._config.keep_s, self._keep)
+        self._is_ticking = True
+        self._io.after(self._config.keep_s, self._keep)
 
     def _keep(self) -> None:
         self._is_ticking = False
@@ -125,7 +126,7 @@ class Keeper:
             if peer is None:
                 self._io.guard(self._tell_all, request_id, kept)
                 continue
-            for rank in peer.ranks() if kept.ranks is None else kept.ranks:
+            for rank in peer.entries if kept.ranks is None else kept.ranks:
                 held.setdefault((peer, rank), []).append(kept.source)
         for (peer, rank), sources in held.items():
             self._io.guard(self._tell, peer, rank, sources)
@@ -139,7 +140,7 @@ class Keeper:
             peer.send(rank, Keep(offers, self._incarnation, self._config.lease_s, digests))
 
     def _tell_ranks(self, peer: Peer, source: SourceRef) -> None:
-        for rank in peer.ranks():
+        for rank in peer.entries:
             self._tell(peer, rank, (source,))
 
     def _tell_all(self, request_id: str, kept: _Kept) -> None:

@@ -55,10 +55,9 @@ class Ledger:
 
     def take_counts(self, name: str, counts: Counter[str]) -> None:
         """Move what a wire has counted, messages dropped or refused, into the ledger."""
-        if counts:
-            for what, number in counts.items():
-                self.count(f"{name}.{what}", number)
-            counts.clear()
+        for what, number in counts.items():
+            self.count(f"{name}.{what}", number)
+        counts.clear()
 
     def failed_call(self) -> None:
         self.count("io.errors")

@@ -93,6 +93,7 @@ from kvxfer.transfer.wire import (
     Release,
     ToSink,
     Verdict,
+    Verify,
 )
 from kvxfer.transports.base import (
     Packed,
@@ -525,15 +526,14 @@ class Source:
             case SendGrant(consumer):
                 asked = offer.asked.get(consumer)
                 ids: GroupBlockIds = ()
+                open_tokens = offer.open_tokens
                 # Only consumers that read the pool themselves need ids
                 if asked is not None and asked.stream is None and not asked.pull.is_null:
-                    ids = self._open_ids(offer)
-                is_growing = offer.state is OfferState.PENDING
-                open_tokens = offer.open_tokens if is_growing else UNSET
-                self._tell(
-                    offer, consumer, Grant(ref, consumer, ids, offer.num_tokens, open_tokens)
-                )
-                self._check(offer, consumer)
+                    ids = self._open_ids(offer, open_tokens)
+                told = UNSET if open_tokens == ALL else open_tokens
+                self._tell(offer, consumer, Grant(ref, consumer, ids, offer.num_tokens, told))
+                if asked is not None and not isinstance(asked.pull.verify, UnsetType):
+                    self._check(offer, asked, asked.pull.verify)
             case SendRefuse(consumer, reason):
                 self._ledger.count(f"refused.{reason.value}")
                 detail = ""
@@ -551,10 +551,11 @@ class Source:
             case StartStream(consumer):
                 return self._start_stream(offer, consumer)
             case GrowStream(consumer):
-                asked, ids = offer.asked[consumer], self._open_ids(offer)
+                asked, open_tokens = offer.asked[consumer], offer.open_tokens
                 if asked.key in self._streams:
-                    check_open(asked, ids, offer.open_tokens)
-                    self._streams[asked.key].transport.grow_send(asked.key, ids, offer.open_tokens)
+                    ids = self._open_ids(offer, open_tokens)
+                    check_open(asked, ids, open_tokens)
+                    self._streams[asked.key].transport.grow_send(asked.key, ids, open_tokens)
             case StopStream(consumer):
                 key = offer.asked[consumer].key
                 if key not in self._streams:  # it has not started, and will not
@@ -585,7 +586,8 @@ class Source:
         pull, key, transport = asked.pull, asked.key, asked.stream
         try:
             assert transport is not None
-            block_ids, open_tokens = self._open_ids(offer), offer.open_tokens
+            open_tokens = offer.open_tokens
+            block_ids = self._open_ids(offer, open_tokens)
             check_open(asked, block_ids, open_tokens)
             request = SendRequest(
                 key=key,
@@ -609,20 +611,18 @@ class Source:
 
     # -------------------------------------------------- digests for sinks that verify
 
-    def _check(self, offer: GivenOffer, consumer: Consumer) -> None:
+    def _check(self, offer: GivenOffer, asked: Asked, verify: Verify) -> None:
         """Begin to make the digests that a consumer's Pull asks for, beside its read, or the end of
         it: of what is complete.
         """
-        asked = offer.asked.get(consumer)
-        if asked is None or isinstance(asked.pull.verify, UnsetType):
-            return
+        consumer = asked.pull.consumer
         check = offer.checks.setdefault(consumer, Check())
         if check.is_begun or offer.state is OfferState.PENDING:
             return
         check.is_begun = True
         made = partial(self._checked, offer, consumer)
         try:
-            cells = given_cells(self._resolver, offer, asked.pull.verify)
+            cells = given_cells(self._resolver, offer, verify)
         except (KvxferError, ValueError) as e:  # the sink gets no digests, and fails its load
             _log.error("request %s: its KV cannot be verified: %s", offer.request_id, e)
             made(None)
@@ -694,13 +694,11 @@ class Source:
             self._tell_found(identity, find, offer)
         self._look(offer)
 
-    def _open_ids(self, offer: GivenOffer) -> GroupBlockIds:
+    def _open_ids(self, offer: GivenOffer, open_tokens: int) -> GroupBlockIds:
         """The blocks of what is open. Raises ValueError where some are missing."""
-        if offer.open_tokens == ALL:
+        if open_tokens == ALL:
             return offer.block_ids
-        if not offer.open_tokens:
-            return ()
-        return own_ids(offer.block_ids, self._keepings, offer.open_tokens)
+        return own_ids(offer.block_ids, self._keepings, open_tokens) if open_tokens else ()
 
     def _extend(self, offer: GivenOffer, lease_s: float) -> None:
         offer.extend(self._io.now(), min(lease_s, self._config.lease_s), self._config.max_hold_s)

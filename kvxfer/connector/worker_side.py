@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from kvxfer.config import Config
+from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
 from kvxfer.connector.rank_service import LATE_S, RankService
 from kvxfer.connector.records import (
@@ -101,6 +102,8 @@ class WorkerConnector:
         self._ledger = Ledger()
         self._gauges: dict[str, float] = {}
         self._service: RankService | None = None
+        self._borrower: Borrower | None = None
+        """Notes loads that are over but not noted yet, so that this step reports them."""
         self._metadata = NO_ORDERS
         self._written: torch.cuda.Event | None = None
         self._begun: IsReady | None = None
@@ -141,6 +144,7 @@ class WorkerConnector:
             memory,
             can_leave_unhashed=self._can_leave_unhashed,
         )
+        self._borrower = self._service.borrower
 
     def get_handshake_metadata(self) -> RankManifest:
         return self._running().manifest
@@ -167,7 +171,8 @@ class WorkerConnector:
         self._written = record_event(self._device) if metadata.loads else None
         has_cached = metadata.offers and any(offer.open_tokens for offer in metadata.offers)
         self._begun = self._ready_event() if has_cached else None
-        self.handle_preemptions(metadata)
+        if metadata.ended:
+            self.handle_preemptions(metadata)
         if metadata is NO_ORDERS:
             return
         if metadata.manifest is not None:
@@ -190,7 +195,7 @@ class WorkerConnector:
         self._in_step = tuple(load.request_id for load in metadata.loads if load.in_step)
         service, written, begun = self._running(), self._written, self._begun
         copied = service.carry_out(metadata, written, begun, in_step=self._in_step)
-        if copied is None:
+        if copied is None and self._in_step:
             self._settle()
         for event in copied or ():
             torch.cuda.current_stream(self._device).wait_event(event)
@@ -199,10 +204,10 @@ class WorkerConnector:
         """Wait until the loads that are part of this step have ended, with their verdicts. What is
         late is given up; it ends when nothing can write its blocks any more.
         """
-        late_s = time.monotonic() + LATE_S
-        service = self._running() if self._in_step else None
-        while service is not None:
-            service.borrower.look()
+        late_s, service = time.monotonic() + LATE_S, self._running()
+        while True:
+            if self._borrower is not None:
+                self._borrower.look()
             if self._ledger.wait_for_loads(set(self._in_step), LOOK_AGAIN_S):
                 break
             if time.monotonic() > late_s:
@@ -239,8 +244,10 @@ class WorkerConnector:
         """(finished_sending, finished_recving, why loads failed), each request once; failed
         ones are among the received, and so are all loads that are part of this step.
         """
-        self._look()
-        self._settle()
+        if self._loading and self._borrower is not None:
+            self._borrower.look()
+        if self._in_step:
+            self._settle()
         finished = self._ledger.take_finished()
         self._must_drain |= finished.must_drain
         self._found |= finished.found
@@ -305,10 +312,10 @@ class WorkerConnector:
         if service is None or (stats is None and not service.has_looked):
             return stats
         service.has_looked = False
-        near = service.near()
+        before = self._gauges
+        self._gauges, near = service.stand()
         if near != self._near:
             self._near = self._near_news = near
-        before, self._gauges = self._gauges, service.gauges()
         changed = {place: n for place, n in self._gauges.items() if before.get(place) != n}
         changed |= {place: 0 for place in before if place not in self._gauges}
         if not changed:
@@ -327,11 +334,11 @@ class WorkerConnector:
 
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
-        stats, near = self.get_kv_connector_stats(), self.take_near()
-        must_drain, found = self.take_must_drain(), self.take_found()
-        is_empty = sending is None and recving is None and stats is None and near is None
-        if is_empty and not (must_drain or found):
+        stats = self.get_kv_connector_stats()
+        is_empty = sending is None and recving is None and stats is None
+        if is_empty and self._near_news is None and not (self._must_drain or self._found):
             return None
+        near = self.take_near()
         return KVConnectorOutput(
             finished_sending=sending,
             finished_recving=recving,
@@ -339,8 +346,8 @@ class WorkerConnector:
             failure_details=self.get_failure_details() or None,
             incomplete_blocks=self.get_incomplete_blocks() or None,
             kv_connector_stats=stats,
-            must_drain=must_drain,
-            found=found,
+            must_drain=self.take_must_drain(),
+            found=self.take_found(),
             near={str(self._identity.rank): near} if near is not None else None,
         )
 
@@ -350,7 +357,8 @@ class WorkerConnector:
 
     def wait_for_activity(self, timeout_s: float) -> bool:
         """Sleep until something has ended; False if nothing has after ``timeout_s``."""
-        self._look()
+        if self._loading and self._borrower is not None:
+            self._borrower.look()
         return self._ledger.wait(timeout_s)
 
     def activity_fileno(self) -> int:
@@ -376,15 +384,10 @@ class WorkerConnector:
         return not service.source.num_readable
 
     def shutdown(self) -> None:
-        service, self._service = self._service, None
+        service, self._service, self._borrower = self._service, None, None
         if service is not None:
             service.shutdown()
         self._ledger.close()
-
-    def _look(self) -> None:
-        """Note loads that are over but not noted yet, so that this step reports them."""
-        if self._loading and self._service is not None:
-            self._service.borrower.look()
 
     def _running(self) -> RankService:
         if self._service is None:

@@ -275,17 +275,6 @@ class LoadSession:
             tuple(RouteRecord(source, source in null) for source in routes)
         )
 
-    def state_of(self, source: RankId) -> RouteState:
-        """Raises ProtocolError for a source rank that is no route."""
-        return self._route(self.snapshot, source).state
-
-    def _route(self, load: LoadSnapshot, source: RankId) -> RouteRecord:
-        for route in load.routes:
-            if route.source == source:
-                return route
-        names = [str(route.source) for route in load.routes]
-        raise ProtocolError(f"load: expected a source rank among {names}, got {source}")
-
     def step(self, event: SinkEvent) -> list[SinkAction]:
         """Take one event; return what to do, in order. Raises ProtocolError, changing nothing.
 
@@ -299,7 +288,10 @@ class LoadSession:
             sources = [event.source]
         actions: list[SinkAction] = []
         for source in sources:
-            route = self._route(load, source)
+            route = next((route for route in load.routes if route.source == source), None)
+            if route is None:
+                names = [str(route.source) for route in load.routes]
+                raise ProtocolError(f"load: expected a source rank among {names}, got {source}")
             handler = self.table.get((route.state, type(event)))
             if handler is None:
                 raise ProtocolError(

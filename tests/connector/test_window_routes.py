@@ -105,8 +105,8 @@ def peer_of(plan: Plan, source: EngineManifest, rank: RankId, wire: str) -> Peer
         "Peer",
         Bag(
             plan=plan,
-            routes=lambda: plan.of_sink(rank),
-            source=source.rank,
+            routes=plan.of_sink(rank),
+            entries={entry.rank: entry for entry in source.ranks},
             can_verify=False,
             choices={
                 entry.rank: Bag(

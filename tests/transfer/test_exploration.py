@@ -346,7 +346,7 @@ def open_anew(offer: OfferSnapshot, event: Break) -> source_session.Step:
 def done_early(offer: OfferSnapshot, event: ReleaseArrived) -> source_session.Step:
     """The last claim that is complete ends the offer, whatever is computed yet."""
     offer, actions = _SOURCE[PENDING, ReleaseArrived](offer, event)
-    is_done = bool(offer.claims) and all(claim.is_complete for claim in offer.claims)
+    is_done = bool(offer.claims) and all(claim.is_complete for claim in offer.claims.values())
     return (replace(offer, state=DONE) if is_done else offer), actions
 
 
