@@ -184,9 +184,10 @@ class ControlServer:
 class ControlClient:
     """The connection to one source rank. ``dealer`` knows why it is not connected.
 
-    ``on_message(message)`` gets every message that could be decoded. ``on_gone(detail)`` is called
-    at most once: when an established connection has ended, or when the other side has refused this
-    engine. A connection that was never established is retried until :meth:`close`.
+    ``on_message(endpoint, message)`` gets every message that could be decoded. ``on_gone(endpoint,
+    detail)`` is called at most once: when an established connection has ended, or when the other
+    side has refused this engine. A connection that was never established is retried until
+    :meth:`close`.
 
     Raises zmq.ZMQError where no socket can be had.
     """
@@ -199,8 +200,8 @@ class ControlClient:
         ledger: Ledger,
         endpoint: str,
         server_key: str | None,
-        on_message: Callable[[ToSink], None],
-        on_gone: Callable[[str], None],
+        on_message: Callable[[str, ToSink], None],
+        on_gone: Callable[[str, str], None],
     ) -> None:
         self.endpoint = endpoint
         self.heard_s = io.now()
@@ -253,7 +254,7 @@ class ControlClient:
         for frames in self.dealer.receive():
             self.heard_s, self.unanswered_s = self._io.now(), None
             if frames[-1].more:
-                self._on_gone(MANY_PARTS)
+                self._on_gone(self.endpoint, MANY_PARTS)
                 return
             try:
                 message = decode_to_sink(_only(frames, sum(map(len, frames)), self._config))
@@ -261,7 +262,7 @@ class ControlClient:
                 self._ledger.count("control.malformed")
                 self.dealer.problem = str(e)[:MAX_DETAIL]
                 continue
-            self._on_message(message)
+            self._on_message(self.endpoint, message)
             if self._closed:
                 return
 
@@ -270,11 +271,11 @@ class ControlClient:
         try:
             self.dealer.inspect()
         except ProtocolError as e:
-            self._on_gone(str(e))
+            self._on_gone(self.endpoint, str(e))
 
     def _look(self) -> None:
         why = self.dealer.why_ended()
         if why is not None:
             self._read()  # messages that it sent before it went still count
             if not self._closed:
-                self._on_gone(why)
+                self._on_gone(self.endpoint, why)

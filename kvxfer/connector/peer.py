@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 
 import zmq
@@ -81,15 +80,16 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """Someone who waits for the peer of one offer. Either ``ready`` or ``failed`` is called, once.
+    """Someone who waits for the peer of one offer. ``tell(*about, found)`` is called once, with the
+    peer, or with the Failure that keeps it from being used.
 
     ``needs_wire``: waits until the peer can be read (READY); else until it is known (TRYING).
     """
 
     source: SourceRef
     needs_wire: bool
-    ready: Callable[[Peer], object]
-    failed: Callable[[Failure], object]
+    tell: Callable[..., object]
+    about: tuple[object, ...]
 
 
 class Moments:
@@ -223,8 +223,8 @@ class Peer:
             around.ledger,
             endpoint,
             server_key_of(around.config, self.engine_id, self._key_at(endpoint)),
-            partial(self._heard, endpoint),
-            partial(self._gone, endpoint),
+            self._heard,
+            self._gone,
         )
         return client
 

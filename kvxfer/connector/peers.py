@@ -117,17 +117,12 @@ class Peers:
         self._own = manifest
 
     def want(
-        self,
-        source: SourceRef,
-        *,
-        needs_wire: bool,
-        ready: Callable[[Peer], object],
-        failed: Callable[[Failure], object],
+        self, source: SourceRef, tell: Callable[..., object], *about: object, needs_wire: bool
     ) -> Waiter:
-        """Get the peer that made this offer; ``ready`` or ``failed`` is called once, perhaps before
+        """Get the peer that made this offer; ``tell(*about, found)`` is called once, perhaps before
         this returns. An exception of one waiter does not keep the others from being called.
         """
-        waiter = Waiter(source, needs_wire, ready, failed)
+        waiter = Waiter(source, needs_wire, tell, about)
         self._wait(waiter)
         return waiter
 
@@ -167,7 +162,7 @@ class Peers:
         key = _key(source)
         failure = self._closed or self._failure_of(key, source)
         if failure is not None:
-            waiter.failed(failure)
+            waiter.tell(*waiter.about, failure)
             return
         peer = self._peers.get(key)
         if peer is not None:
@@ -177,7 +172,7 @@ class Peers:
         if sum(other.state in _MEETING for other in self._peers.values()) >= MAX_GREETED:
             self._ledger.count("peers.crowded")
             detail = f"expected at most {MAX_GREETED} engines that are being met, got another"
-            waiter.failed(Failure(Reason.PEER_LOST, detail))
+            waiter.tell(*waiter.about, Failure(Reason.PEER_LOST, detail))
             return
         peer = self._peers[key] = Peer(self._around, source, self._step)
         peer.waiters.append(waiter)
@@ -272,7 +267,8 @@ class Peers:
             detail = f"the offer is of another life of engine {peer.engine_id}"
             for waiter in [w for w in peer.waiters if not peer.is_alive_as(w.source)]:
                 self.forget(waiter)
-                self._io.guard(waiter.failed, Failure(Reason.INCARNATION, detail))
+                failure = Failure(Reason.INCARNATION, detail)
+                self._io.guard(waiter.tell, *waiter.about, failure)
         served = [
             waiter
             for waiter in peer.waiters
@@ -282,7 +278,7 @@ class Peers:
         for waiter in served:
             if waiter in peer.waiters:  # an earlier one may have had it forgotten
                 peer.waiters.remove(waiter)
-                self._io.guard(waiter.ready, peer)
+                self._io.guard(waiter.tell, *waiter.about, peer)
         if peer.state is PeerState.READY and peer.waiters:
             return Wanted()  # their offers name another life
         return None
@@ -391,7 +387,7 @@ class Peers:
             if is_anew:
                 self._wait(waiter)
             else:
-                guard(waiter.failed, failure)
+                guard(waiter.tell, *waiter.about, failure)
 
     def _remember(self, peer: Peer, failure: Failure) -> None:
         key = _key(peer)

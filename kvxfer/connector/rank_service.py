@@ -433,16 +433,15 @@ class RankService:
         self,
         own: EngineManifest,
         source: SourceRef,
-        ready: Callable[[Peer], object],
-        failed: Callable[[Failure], object],
+        tell: Callable[[Peer | Failure], object],
     ) -> None:
-        """Meet an engine as a load from it would. ``ready`` or ``failed`` is called once, on the IO
-        thread. ``own``: all ranks of this engine.
+        """Meet an engine as a load from it would. ``tell`` is called once, on the IO thread.
+        ``own``: all ranks of this engine.
         """
 
         def begin() -> None:
             self._peers.set_own(own)
-            self._peers.want(source, needs_wire=True, ready=ready, failed=failed)
+            self._peers.want(source, tell, needs_wire=True)
 
         self.io.post(begin)
 

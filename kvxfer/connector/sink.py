@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import assert_never
 
 import torch
@@ -300,12 +299,7 @@ class Sink:
                 self._begin(load, peer)
                 return
             # ``want`` may call back before it returns; then there is nothing left to wait for.
-            waiter = self._peers.want(
-                load.order.source,
-                needs_wire=True,
-                ready=partial(self._start, load),
-                failed=partial(self._fail, load, cancel=False),
-            )
+            waiter = self._peers.want(load.order.source, self._on_peer, load, needs_wire=True)
             if load.session is None:
                 load.waiter = waiter
         except Exception as e:  # noqa: BLE001  # the engine waits for the report
@@ -318,6 +312,12 @@ class Sink:
             self._step(load, Abort(Reason.READ_FAILED))
             if not any(run.asked_s for run in load.routes.values()):  # else it has sent Cancels
                 self._keeper.cancel(load.order.source, Reason.READ_FAILED)
+
+    def _on_peer(self, load: SinkLoad, found: Peer | Failure) -> None:
+        if isinstance(found, Failure):
+            self._fail(load, found, cancel=False)
+        else:
+            self._start(load, found)
 
     def _begin(self, load: SinkLoad, peer: Peer) -> None:
         order, load.waiter = load.order, None
@@ -452,8 +452,9 @@ class Sink:
             load.note(str(e))
             self._step(load, ReadFailed(source, Reason.READ_FAILED))
             return
-        made = partial(self._verified, load, ReadCompleted(source, certified, is_verified=True))
-        self._verifier.submit(run.key, cells, seed_of(run.pull.offer.nonce), made)
+        event = ReadCompleted(source, certified, is_verified=True)
+        seed = seed_of(run.pull.offer.nonce)
+        self._verifier.submit(run.key, cells, seed, self._verified, load, event)
 
     def _verified(self, load: SinkLoad, event: ReadCompleted, digests: Digests | None) -> None:
         if digests is None:

@@ -13,7 +13,6 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import assert_never
 
 from msgspec import UNSET, UnsetType
@@ -620,15 +619,14 @@ class Source:
         if check.is_begun or offer.state is OfferState.PENDING:
             return
         check.is_begun = True
-        made = partial(self._checked, offer, consumer)
         try:
             cells = given_cells(self._resolver, offer, verify)
         except (KvxferError, ValueError) as e:  # the sink gets no digests, and fails its load
             _log.error("request %s: its KV cannot be verified: %s", offer.request_id, e)
-            made(None)
+            self._checked(offer, consumer, None)
             return
         lane = ("digest", asked.key)
-        self._verifier.submit(lane, cells, seed_of(offer.nonce), made)
+        self._verifier.submit(lane, cells, seed_of(offer.nonce), self._checked, offer, consumer)
 
     def _checked(self, offer: GivenOffer, consumer: Consumer, digests: Digests | None) -> None:
         check = offer.checks[consumer]

@@ -10,7 +10,6 @@ are taken back ends at once, in memory that the IO thread and the sinks read
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -21,13 +20,11 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.connector.borrower import Borrower
-from kvxfer.connector.ledger import NONE_FINISHED, Ledger
+from kvxfer.connector.ledger import NONE_FINISHED, Finished, Ledger
 from kvxfer.connector.rank_service import LATE_S, RankService
 from kvxfer.connector.records import (
     NO_ORDERS,
-    BlockPlaces,
     ConnectorMetadata,
-    FoundOffer,
     Identity,
     KVConnectorOutput,
     KVConnectorStats,
@@ -47,8 +44,6 @@ HOST = torch.device("cpu")
 _LOOK_S = 0.01
 LOOK_AGAIN_S = 0.0002
 """How soon the engine's thread looks again whether such a load has ended."""
-
-_log = logging.getLogger("kvxfer.connector")
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
@@ -108,17 +103,12 @@ class WorkerConnector:
         self._written: torch.cuda.Event | None = None
         self._begun: IsReady | None = None
         self._ended: ConnectorMetadata | None = None
-        self._incomplete: dict[str, BlockPlaces] = {}
-        self._with_empty_draft: set[str] = set()
-        self._details: dict[str, str] = {}
         self._loading: set[str] = set()
         self._in_step: tuple[str, ...] = ()
         self._near: NearSources = {}
         self._near_news: NearSources | None = None
         self._sending: set[str] = set()
-        self._must_drain = False
         self._finding: set[str] = set()
-        self._found: dict[str, FoundOffer] = {}
 
     # -------------------------------------------------- registration
 
@@ -238,67 +228,28 @@ class WorkerConnector:
 
     # -------------------------------------------------- what has ended
 
-    def get_transfer_results(
-        self, finished_req_ids: Iterable[str]
-    ) -> tuple[set[str] | None, set[str] | None, dict[str, str]]:
-        """(finished_sending, finished_recving, why loads failed), each request once; failed
-        ones are among the received, and so are all loads that are part of this step.
+    def collect(self) -> Finished:
+        """What has ended since the last call, each request once; all loads that are part of this
+        step are in it.
         """
         if self._loading and self._borrower is not None:
             self._borrower.look()
         if self._in_step:
             self._settle()
         finished = self._ledger.take_finished()
-        self._must_drain |= finished.must_drain
-        self._found |= finished.found
-        self._finding.difference_update(finished.found)
-        self._incomplete, self._details, self._with_empty_draft = {}, {}, set()
-        if finished is NONE_FINISHED:
-            return None, None, {}
-        received: set[str] = set()
-        failed: dict[str, str] = {}
-        for report in finished.loads:
-            received.add(report.request_id)
-            if report.reason is not None:
-                failed[report.request_id] = report.reason.value
-                self._details[report.request_id] = report.detail
-                continue
-            if report.incomplete_blocks:
-                self._incomplete[report.request_id] = report.incomplete_blocks
-            if report.has_empty_draft:
-                self._with_empty_draft.add(report.request_id)
-        self._sending -= finished.sent
-        self._loading -= received
-        return set(finished.sent) or None, received or None, failed
+        if finished is not NONE_FINISHED:
+            self._finding.difference_update(finished.found)
+            self._sending -= finished.sent
+            self._loading.difference_update(report.request_id for report in finished.loads)
+        return finished
 
     def get_finished(
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """:meth:`get_transfer_results` without the failures, as older engines call it."""
-        sending, recving, _ = self.get_transfer_results(finished_req_ids)
-        return sending, recving
-
-    def get_incomplete_blocks(self) -> dict[str, BlockPlaces]:
-        """(group, position) of the blocks that loads filled only partly, by request: of those that
-        the last :meth:`get_transfer_results` has returned, each once.
-        """
-        incomplete, self._incomplete = self._incomplete, {}
-        return incomplete
-
-    def get_loads_with_empty_draft(self) -> set[str]:
-        """The good loads among those that the last :meth:`get_transfer_results` has returned whose
-        source has no draft: nothing was written where the draft keeps its KV.
-        """
-        return self._with_empty_draft
-
-    def get_failure_details(self) -> dict[str, str]:
-        details, self._details = self._details, {}
-        return details
-
-    def take_must_drain(self) -> bool:
-        """Was the engine told to drain? Then :meth:`SchedulerConnector.drain` is due."""
-        must_drain, self._must_drain = self._must_drain, False
-        return must_drain
+        """:meth:`collect` as older engines call it."""
+        finished = self.collect()
+        received = {report.request_id for report in finished.loads}
+        return set(finished.sent) or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Empty: a load fails as a whole and is reported by request."""
@@ -327,27 +278,22 @@ class WorkerConnector:
         near, self._near_news = self._near_news, None
         return near
 
-    def take_found(self) -> dict[str, FoundOffer] | None:
-        """What the last :meth:`get_transfer_results` has found of :class:`FindOffer`."""
-        found, self._found = self._found, {}
-        return found or None
-
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
-        sending, recving, failed = self.get_transfer_results(finished_req_ids)
-        stats = self.get_kv_connector_stats()
-        is_empty = sending is None and recving is None and stats is None
-        if is_empty and self._near_news is None and not (self._must_drain or self._found):
-            return None
+        finished, stats = self.collect(), self.get_kv_connector_stats()
         near = self.take_near()
+        if finished is NONE_FINISHED and stats is None and near is None:
+            return None
+        failed = {load.request_id: load for load in finished.loads if load.reason is not None}
+        incomplete = {load.request_id: load.incomplete_blocks for load in finished.loads}
         return KVConnectorOutput(
-            finished_sending=sending,
-            finished_recving=recving,
-            failed_recving=failed or None,
-            failure_details=self.get_failure_details() or None,
-            incomplete_blocks=self.get_incomplete_blocks() or None,
+            finished_sending=set(finished.sent) or None,
+            finished_recving={load.request_id for load in finished.loads} or None,
+            failed_recving={name: str(load.reason) for name, load in failed.items()} or None,
+            failure_details={name: load.detail for name, load in failed.items()} or None,
+            incomplete_blocks={name: each for name, each in incomplete.items() if each} or None,
             kv_connector_stats=stats,
-            must_drain=self.take_must_drain(),
-            found=self.take_found(),
+            must_drain=finished.must_drain,
+            found=dict(finished.found) or None,
             near={str(self._identity.rank): near} if near is not None else None,
         )
 

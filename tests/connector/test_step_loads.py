@@ -173,9 +173,8 @@ def step(
     reported = []
     for worker in sink.workers:
         worker.wait_for_save()
-        _, received, failed = worker.get_transfer_results(())
+        reported.append({load.request_id: load.reason for load in worker.collect().loads})
         worker.clear_connector_metadata()
-        reported.append({name: failed.get(name) for name in received or ()})
     return reported
 
 
