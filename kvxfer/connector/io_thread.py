@@ -247,15 +247,21 @@ class IoThread:
         try:
             call(*args)
         except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
-            _log.exception("%s: a handler failed; the loop goes on", self._thread.name)
-            self._on_error()
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        _log.exception("%s: a handler failed; the loop goes on", self._thread.name)
+        self._on_error()
 
     # -------------------------------------------------- the loop
 
     def _main(self) -> None:
         self._turn.acquire()
         while not self._stopping:
-            self.guard(self._round)
+            try:
+                self._round()
+            except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
+                self._note_failure()
         self.run_posted()  # calls whose post returned True before the end was seen
 
     def _round(self) -> None:

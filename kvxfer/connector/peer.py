@@ -91,6 +91,9 @@ class Waiter:
     tell: Callable[..., object]
     about: tuple[object, ...]
 
+    def answer(self, found: Peer | Failure) -> None:
+        self.tell(*self.about, found)
+
 
 class Moments:
     """The durations of the consecutive parts of a first contact."""
@@ -231,8 +234,9 @@ class Peer:
     def _key_at(self, endpoint: str) -> str | None:
         """The key that its params state of the front door, and its manifest of the other ranks."""
         rank = self.ranks_at.get(endpoint)
-        is_front_door = rank is None or endpoint == self.endpoint
-        return self.curve_public_key if is_front_door else self.entries[rank].curve_public_key
+        if rank is None or endpoint == self.endpoint:
+            return self.curve_public_key
+        return self.entries[rank].curve_public_key
 
     def close(self) -> None:
         self._is_closed = True

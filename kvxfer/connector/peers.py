@@ -162,7 +162,7 @@ class Peers:
         key = _key(source)
         failure = self._closed or self._failure_of(key, source)
         if failure is not None:
-            waiter.tell(*waiter.about, failure)
+            waiter.answer(failure)
             return
         peer = self._peers.get(key)
         if peer is not None:
@@ -172,7 +172,7 @@ class Peers:
         if sum(other.state in _MEETING for other in self._peers.values()) >= MAX_GREETED:
             self._ledger.count("peers.crowded")
             detail = f"expected at most {MAX_GREETED} engines that are being met, got another"
-            waiter.tell(*waiter.about, Failure(Reason.PEER_LOST, detail))
+            waiter.answer(Failure(Reason.PEER_LOST, detail))
             return
         peer = self._peers[key] = Peer(self._around, source, self._step)
         peer.waiters.append(waiter)
@@ -267,8 +267,7 @@ class Peers:
             detail = f"the offer is of another life of engine {peer.engine_id}"
             for waiter in [w for w in peer.waiters if not peer.is_alive_as(w.source)]:
                 self.forget(waiter)
-                failure = Failure(Reason.INCARNATION, detail)
-                self._io.guard(waiter.tell, *waiter.about, failure)
+                self._io.guard(waiter.answer, Failure(Reason.INCARNATION, detail))
         served = [
             waiter
             for waiter in peer.waiters
@@ -278,7 +277,7 @@ class Peers:
         for waiter in served:
             if waiter in peer.waiters:  # an earlier one may have had it forgotten
                 peer.waiters.remove(waiter)
-                self._io.guard(waiter.tell, *waiter.about, peer)
+                self._io.guard(waiter.answer, peer)
         if peer.state is PeerState.READY and peer.waiters:
             return Wanted()  # their offers name another life
         return None
@@ -346,8 +345,8 @@ class Peers:
                 self._ledger.count(f"trials.{name}.passed_over")
         peer.moments.end("attach")
         names = peer.engine_id, peer.endpoint
-        wire = peer.slowest or "nothing to read"
-        _log.info("engine %s at %s, met in %s: %s", *names, peer.moments, wire)
+        chosen = peer.slowest or "nothing to read"
+        _log.info("engine %s at %s, met in %s: %s", *names, peer.moments, chosen)
         return Attached()
 
     def _open_boards(self, peer: Peer) -> None:
@@ -387,7 +386,7 @@ class Peers:
             if is_anew:
                 self._wait(waiter)
             else:
-                guard(waiter.tell, *waiter.about, failure)
+                guard(waiter.answer, failure)
 
     def _remember(self, peer: Peer, failure: Failure) -> None:
         key = _key(peer)

@@ -48,7 +48,8 @@ def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
             if num_tokens:
                 fit_regions = max(chunk_nbytes // (num_tokens * one_nbytes), 1)
                 total += count * -(-len(wanted.regions) // fit_regions)
-        _check_number(class_index, total, chunk_nbytes)
+        if total > _MAX_CHUNKS:
+            raise _too_many(class_index, total, chunk_nbytes)
     return total
 
 
@@ -87,16 +88,16 @@ def chunk_list(classes: Sequence[PullClass], chunk_nbytes: int) -> tuple[Chunk, 
                         opens_at=opens_at,
                     )
                 )
-            _check_number(class_index, len(chunks), chunk_nbytes)
+            if len(chunks) > _MAX_CHUNKS:
+                raise _too_many(class_index, len(chunks), chunk_nbytes)
     return tuple(chunks)
 
 
-def _check_number(class_index: int, num: int, chunk_nbytes: int) -> None:
-    if num > _MAX_CHUNKS:
-        raise ProtocolError(
-            f"class {class_index}: expected at most {_MAX_CHUNKS} chunks, "
-            f"got {num} of {chunk_nbytes} bytes; ask for larger ones"
-        )
+def _too_many(class_index: int, num: int, chunk_nbytes: int) -> ProtocolError:
+    return ProtocolError(
+        f"class {class_index}: expected at most {_MAX_CHUNKS} chunks, "
+        f"got {num} of {chunk_nbytes} bytes; ask for larger ones"
+    )
 
 
 def _step_tokens(wanted: PullClass, one_nbytes: int, chunk_nbytes: int) -> int:

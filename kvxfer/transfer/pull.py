@@ -85,7 +85,9 @@ class PullResolver:
             like.append(replace(wanted, token_lo=0, token_hi=0, state_of=state_of))
         found = self._found(tuple(like))
         for index, ((_, first), wanted) in enumerate(zip(found, classes, strict=True)):
-            _check_tokens(index, first, wanted)
+            problem = _tokens_problem(first, wanted)
+            if problem is not None:
+                raise ProtocolError(f"{_name(f'class {index}', wanted.regions[0])}: {problem}")
         return tuple(side for side, _ in found)
 
     def _find(self, classes: tuple[PullClass, ...]) -> tuple[tuple[Side, Region], ...]:
@@ -375,14 +377,10 @@ def _check_against(name: str, region: Region, wanted: PullClass) -> None:
         )
 
 
-def _check_tokens(index: int, region: Region, wanted: PullClass) -> None:
-    """Against one region of the class: all have blocks of one size, and as many."""
-    problem = _tokens_problem(region, wanted)
-    if problem is not None:
-        raise ProtocolError(f"{_name(f'class {index}', wanted.regions[0])}: {problem}")
-
-
 def _tokens_problem(region: Region, wanted: PullClass) -> str | None:
+    """What is wrong with the tokens that a class asks for, by one of its regions: all have blocks
+    of one size, and as many.
+    """
     block_tokens, is_state = region.block_tokens, region.is_state
     span, steps = f"[{wanted.token_lo}, {wanted.token_hi})", (wanted.token_lo, wanted.token_hi)
     if is_state != (wanted.state_of is not UNSET):

@@ -259,7 +259,7 @@ def _release(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
     consumer = event.consumer
     share = offer.shares.get(consumer)
     if share is None:
-        return _release_unasked(offer, event)
+        return _invalid(offer, consumer, Reason.PLAN)
     if share.is_valid:
         return offer, [session.SendVerdict(consumer, True, None)]
     if consumer.incarnation in offer.gone:
@@ -270,10 +270,6 @@ def _release(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
             "runs, got one"
         )
     return _settle(offer.with_valid(consumer)), [session.SendVerdict(consumer, True, None)]
-
-
-def _release_unasked(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
-    return _invalid(offer, event.consumer, Reason.PLAN)
 
 
 def _release_late(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
