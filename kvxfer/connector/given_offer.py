@@ -189,81 +189,65 @@ def read_pull(
             Reason.TRANSPORT,
             f"transport: expected one of {sorted(transports)}, got {pull.transport}",
         )
-    if not isinstance(pull.verify, msgspec.UnsetType):
-        _check_verified(pull.verify.classes, resolver, num_tokens)
-    if asked.stream is None:
-        return asked
-    _check_states(pull.classes, num_tokens)
+    where = "verify: "
     try:
-        for wanted in pull.classes:
-            if not _is_offered(resolver.manifest, wanted, num_tokens):
-                raise PullRefused(
-                    Reason.PLAN,
-                    f"tokens: expected at most the offered {num_tokens}, got {_last(wanted)}",
-                )
-        sides = resolver.resolve(pull.classes)
-        _check_held(sides, pull.classes, num_tokens)
+        if not isinstance(pull.verify, msgspec.UnsetType):
+            _check_classes(pull.verify.classes, resolver, num_tokens, is_verified=True)
+        where = ""
+        if asked.stream is None:
+            return asked
+        sides = _check_classes(pull.classes, resolver, num_tokens, is_verified=False)
         if not check_chunks(pull.classes, pull.chunk_nbytes):
             raise PullRefused(Reason.PLAN, "classes: expected something to send, got nothing")
     except ProtocolError as e:
-        raise PullRefused(Reason.PLAN, str(e)) from e
+        raise PullRefused(Reason.PLAN, f"{where}{e}") from e
     return replace(asked, sides=sides)
 
 
-def _check_states(classes: Sequence[PullClass], num_tokens: int) -> None:
-    """Raises PullRefused for the state of another number of tokens than are offered."""
-    for wanted in classes:
-        if wanted.is_state and wanted.token_hi and wanted.state_of != num_tokens:
-            raise PullRefused(
-                Reason.PLAN,
-                f"{wanted.regions[0].layer}: expected to be asked for the state of the offered "
-                f"{num_tokens} tokens, got of {wanted.state_of}",
-            )
-
-
-def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_tokens: int) -> None:
-    """Raises PullRefused for what cannot be verified of an offer."""
-    _check_states(classes, num_tokens)
-    try:
-        for wanted in classes:
-            if wanted.token_hi > wanted.count(num_tokens) and not wanted.is_state:
-                raise PullRefused(
-                    Reason.PLAN,
-                    f"verify: expected at most the offered {num_tokens} tokens, got "
-                    f"{_last(wanted)}",
-                )
-        _check_held(resolver.resolve(classes), classes, num_tokens)
-    except ProtocolError as e:
-        raise PullRefused(Reason.PLAN, f"verify: {e}") from e
-
-
-def _check_held(sides: Sequence[Side], classes: Sequence[PullClass], num_tokens: int) -> None:
-    """Raises PullRefused for tokens that this source no longer keeps at the end of the offer."""
-    for side, wanted in zip(sides, classes, strict=True):
-        if side.window is None:
-            continue
-        held_start = wanted.count(side.keeping.held_start(num_tokens))
-        if wanted.token_lo < min(held_start, wanted.token_hi):
-            raise PullRefused(
-                Reason.PLAN,
-                f"{wanted.regions[0].layer}: tokens: expected from {held_start} on, got "
-                f"{wanted.token_lo}; of {num_tokens} offered tokens this source keeps "
-                f"{side.keeping}",
-            )
-
-
-def _last(wanted: PullClass) -> int:
-    """How many tokens of the request a class needs."""
-    return wanted.token(wanted.token_hi - 1) + 1
-
-
-def _is_offered(manifest: RankManifest, wanted: PullClass, num_tokens: int) -> bool:
-    """Whether tokens beyond the offer, if there are any, only fill its last block up, as opaque
-    blocks need.
+def _check_classes(
+    classes: Sequence[PullClass], resolver: PullResolver, num_tokens: int, *, is_verified: bool
+) -> tuple[Side, ...]:
+    """This rank's side of each class. Raises ProtocolError for what it does not give, PullRefused
+    for what it gives, but not of this offer.
     """
-    most = wanted.count(num_tokens)
-    if wanted.token_hi <= most or wanted.is_state:
-        return True
+    sides = resolver.resolve(classes)
+    for side, wanted in zip(sides, classes, strict=True):
+        problem = _problem(side, wanted, num_tokens)
+        most = wanted.count(num_tokens)
+        if problem is None and not wanted.is_state and wanted.token_hi > most:
+            last = wanted.token(wanted.token_hi - 1) + 1
+            if is_verified:
+                problem = f"verify: expected at most the offered {num_tokens} tokens, got {last}"
+            elif not _fills_up(resolver.manifest, wanted, most):
+                problem = f"tokens: expected at most the offered {num_tokens}, got {last}"
+        if problem is not None:
+            raise PullRefused(Reason.PLAN, problem)
+    return sides
+
+
+def _problem(side: Side, wanted: PullClass, num_tokens: int) -> str | None:
+    """Asked for are the state of another number of tokens than are offered, or tokens that this
+    source no longer keeps at the end of the offer.
+    """
+    layer = wanted.regions[0].layer
+    if wanted.is_state and wanted.token_hi and wanted.state_of != num_tokens:
+        return (
+            f"{layer}: expected to be asked for the state of the offered {num_tokens} tokens, got "
+            f"of {wanted.state_of}"
+        )
+    if side.window is None:
+        return None
+    held_start = wanted.count(side.keeping.held_start(num_tokens))
+    if wanted.token_lo >= min(held_start, wanted.token_hi):
+        return None
+    return (
+        f"{layer}: tokens: expected from {held_start} on, got {wanted.token_lo}; of {num_tokens} "
+        f"offered tokens this source keeps {side.keeping}"
+    )
+
+
+def _fills_up(manifest: RankManifest, wanted: PullClass, most: int) -> bool:
+    """Whether tokens beyond the offer only fill its last block up, as opaque blocks need."""
     asked = {(name.layer, plane) for name in wanted.regions for plane in name.planes}
     sizes = {
         1 if region.interior == "plain" else region.block_tokens

@@ -163,7 +163,7 @@ def order(name: str, ref: SourceRef) -> NewLoad:
 
 def step(
     sink: Engine, *loads: NewLoad, compute: Callable[[], None] = lambda: None
-) -> list[dict[str, str | None]]:
+) -> list[dict[str, Reason | None]]:
     """One step of every rank, with what it reports: of each load why it failed, or None."""
     metadata = ConnectorMetadata(loads=loads)
     for worker in sink.workers:

@@ -378,3 +378,10 @@ def test_cells_beyond_the_offer_are_refused() -> None:
         with pytest.raises(PullRefused, match="expected at most the offered 43.*got 44"):
             read_pull(asked_of(asked, "pp0tp0", SOURCES), PullResolver(entry), SOURCES, 43)
     assert read_pull(asked_of(pull, "pp0tp0", SOURCES), PullResolver(entry), SOURCES, 44).sides
+    of_nothing = (msgspec.structs.replace(wanted[0], regions=(), state_of=3),)
+    for asked in (
+        msgspec.structs.replace(pull, classes=of_nothing),
+        msgspec.structs.replace(verified, verify=Verify(1, of_nothing)),
+    ):
+        with pytest.raises(PullRefused, match="expected at least one region, got none"):
+            read_pull(asked_of(asked, "pp0tp0", SOURCES), PullResolver(entry), SOURCES, 44)
