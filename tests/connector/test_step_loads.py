@@ -19,7 +19,7 @@ from kvxfer.connector.loads import DISTRUST_S, StepLoads
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
 from kvxfer.connector.sink import Sink
 from kvxfer.tensors.strided_copy import strided_copy
-from kvxfer.transfer.wire import OfferRef
+from kvxfer.transfer.wire import OfferRef, Reason
 from kvxfer.transports import shm_direct
 from tests.builders import EngineShape
 from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, until
