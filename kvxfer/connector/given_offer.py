@@ -210,18 +210,22 @@ def _check_classes(
     """This rank's side of each class. Raises ProtocolError for what it does not give, PullRefused
     for what it gives, but not of this offer.
     """
+    for wanted in classes:
+        most = wanted.count(num_tokens)
+        if wanted.is_state or wanted.token_hi <= most:
+            continue
+        last = wanted.token(wanted.token_hi - 1) + 1
+        if is_verified:
+            problem = f"verify: expected at most the offered {num_tokens} tokens, got {last}"
+            raise PullRefused(Reason.PLAN, problem)
+        if not _fills_up(resolver.manifest, wanted, most):
+            problem = f"tokens: expected at most the offered {num_tokens}, got {last}"
+            raise PullRefused(Reason.PLAN, problem)
     sides = resolver.resolve(classes)
     for side, wanted in zip(sides, classes, strict=True):
-        problem = _problem(side, wanted, num_tokens)
-        most = wanted.count(num_tokens)
-        if problem is None and not wanted.is_state and wanted.token_hi > most:
-            last = wanted.token(wanted.token_hi - 1) + 1
-            if is_verified:
-                problem = f"verify: expected at most the offered {num_tokens} tokens, got {last}"
-            elif not _fills_up(resolver.manifest, wanted, most):
-                problem = f"tokens: expected at most the offered {num_tokens}, got {last}"
-        if problem is not None:
-            raise PullRefused(Reason.PLAN, problem)
+        lacking = _problem(side, wanted, num_tokens)
+        if lacking is not None:
+            raise PullRefused(Reason.PLAN, lacking)
     return sides
 
 
