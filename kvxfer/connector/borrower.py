@@ -28,27 +28,31 @@ from kvxfer.transports.base import DirectSink, SinkTransport
 
 
 class Borrower:
-    """Work of the IO thread that the engine's thread may do; only where a wire is quick."""
+    """Work of the IO thread that the engine's thread may do, over these wires."""
 
     def __init__(
-        self, io: IoThread, ledger: Ledger, sink: Sink, wires: Iterable[SinkTransport]
+        self, io: IoThread, ledger: Ledger, sink: Sink, wires: Sequence[DirectSink]
     ) -> None:
-        self._io = io
-        self._ledger = ledger
-        self._sink = sink
-        self._wires = [wire for wire in wires if isinstance(wire, DirectSink) and wire.is_quick]
+        self._io, self._ledger, self._sink, self._wires = io, ledger, sink, wires
 
-    def begin(self, loads: Sequence[NewLoad], *orders: Call) -> bool:
-        """Carry out ``orders``, which touch no socket and of which ``loads`` are a part. Only if
+    @classmethod
+    def make(
+        cls, io: IoThread, ledger: Ledger, sink: Sink, wires: Iterable[SinkTransport]
+    ) -> Borrower | None:
+        """None where no wire is quick."""
+        quick = [wire for wire in wires if isinstance(wire, DirectSink) and wire.is_quick]
+        return cls(io, ledger, sink, quick) if quick else None
+
+    def begin(self, loads: Sequence[NewLoad], order: Call) -> bool:
+        """Carry out ``order``, which touches no socket and of which ``loads`` are a part. Only if
         the IO thread sleeps and the loads begin quickly. False: nothing was done.
         """
-        if not (self._wires and loads and self._io.borrow()):
+        if not (loads and self._io.borrow()):
             return False
         try:
             if not self._sink.begins_quickly(loads):
                 return False
-            for order in orders:
-                self._io.guard(order)
+            self._io.guard(order)
             return True
         finally:
             self._io.give_back()
@@ -66,4 +70,5 @@ class Borrower:
     def _look_at(self, wire: DirectSink) -> None:
         for completion in wire.look():
             self._io.guard(self._sink.on_completion, completion)
-        self._ledger.take_counts(wire.name, wire.counts)
+        if wire.counts:
+            self._ledger.take_counts(wire.name, wire.counts)

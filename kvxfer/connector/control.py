@@ -59,19 +59,21 @@ def _bounds(config: Config, num_queued: int) -> Bounds:
     return Bounds(HARD_LIMIT_NBYTES, unread_nbytes, num_queued, LINGER_MS)
 
 
-def _check_size(nbytes: int, config: Config) -> None:
+class Oversized(ProtocolError):
+    """A message that is longer than ``control_max_nbytes``."""
+
+
+def _only(frames: Sequence[zmq.Frame], nbytes: int, config: Config) -> memoryview:
+    """The message, whose size is checked before it is decoded."""
     limit_nbytes = config.control_max_nbytes
     if nbytes > limit_nbytes:
-        raise ProtocolError(
+        raise Oversized(
             f"control frame: expected at most {limit_nbytes} bytes, got {nbytes}; "
             "raise control_max_nbytes on both sides if this is right"
         )
-
-
-def _only(frames: Sequence[zmq.Frame]) -> zmq.Frame:
     if len(frames) != 1:
         raise ProtocolError(f"control frame: expected one part, got {len(frames)}")
-    return frames[0]
+    return frames[0].buffer
 
 
 class ControlServer:
@@ -156,7 +158,8 @@ class ControlServer:
 
     def _read(self) -> None:
         for frames in self.router.receive():
-            self._io.run_posted()
+            if self._io.posted:
+                self._io.run_posted()
             if self.router.socket.closed:
                 return
             identity, *parts = frames
@@ -164,16 +167,14 @@ class ControlServer:
             if nbytes > LAST_WORDS_NBYTES and self.router.visitors.has_gone(identity.bytes):
                 self._ledger.count("control.left")
                 continue
-            problem = "control.oversized"
+            problem = "control.malformed"
             try:
-                _check_size(nbytes, self._config)
-                problem = "control.malformed"
-                message = decode_to_source(_only(parts).buffer)
+                message = decode_to_source(_only(parts, nbytes, self._config))
                 problem = "control.out_of_state"
                 self._handled = parts[0]
                 self._handle(identity.bytes, message)
             except ProtocolError as e:
-                self._ledger.count(problem)
+                self._ledger.count("control.oversized" if isinstance(e, Oversized) else problem)
                 self.send(identity.bytes, Malformed(str(e)[:MAX_DETAIL]))
                 if nbytes > LONG_NBYTES:
                     self.router.visitors.warn(parts[-1], "it sent long messages that are none")
@@ -183,9 +184,10 @@ class ControlServer:
 class ControlClient:
     """The connection to one source rank. ``dealer`` knows why it is not connected.
 
-    ``on_message(message)`` gets every message that could be decoded. ``on_gone(detail)`` is called
-    at most once: when an established connection has ended, or when the other side has refused this
-    engine. A connection that was never established is retried until :meth:`close`.
+    ``on_message(endpoint, message)`` gets every message that could be decoded. ``on_gone(endpoint,
+    detail)`` is called at most once: when an established connection has ended, or when the other
+    side has refused this engine. A connection that was never established is retried until
+    :meth:`close`.
 
     Raises zmq.ZMQError where no socket can be had.
     """
@@ -198,8 +200,8 @@ class ControlClient:
         ledger: Ledger,
         endpoint: str,
         server_key: str | None,
-        on_message: Callable[[ToSink], None],
-        on_gone: Callable[[str], None],
+        on_message: Callable[[str, ToSink], None],
+        on_gone: Callable[[str, str], None],
     ) -> None:
         self.endpoint = endpoint
         self.heard_s = io.now()
@@ -227,7 +229,8 @@ class ControlClient:
 
         Raises ProtocolError for a message that the other side would refuse unread.
         """
-        self._io.run_deferred()
+        if self._io.deferred:
+            self._io.run_deferred()
         if self._closed:
             return
         frame, limit_nbytes = encode(message), self._config.control_max_nbytes
@@ -251,16 +254,15 @@ class ControlClient:
         for frames in self.dealer.receive():
             self.heard_s, self.unanswered_s = self._io.now(), None
             if frames[-1].more:
-                self._on_gone(MANY_PARTS)
+                self._on_gone(self.endpoint, MANY_PARTS)
                 return
             try:
-                _check_size(sum(map(len, frames)), self._config)
-                message = decode_to_sink(_only(frames).buffer)
+                message = decode_to_sink(_only(frames, sum(map(len, frames)), self._config))
             except ProtocolError as e:
                 self._ledger.count("control.malformed")
                 self.dealer.problem = str(e)[:MAX_DETAIL]
                 continue
-            self._on_message(message)
+            self._on_message(self.endpoint, message)
             if self._closed:
                 return
 
@@ -269,11 +271,11 @@ class ControlClient:
         try:
             self.dealer.inspect()
         except ProtocolError as e:
-            self._on_gone(str(e))
+            self._on_gone(self.endpoint, str(e))
 
     def _look(self) -> None:
         why = self.dealer.why_ended()
         if why is not None:
             self._read()  # messages that it sent before it went still count
             if not self._closed:
-                self._on_gone(why)
+                self._on_gone(self.endpoint, why)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import msgspec
@@ -31,7 +31,6 @@ from kvxfer.transfer.session import (
     OfferState,
     ReleaseArrived,
     StreamSent,
-    Wire,
 )
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.windows import Keeping
@@ -45,7 +44,25 @@ from kvxfer.transfer.wire import (
     decode_to_source,
     encode,
 )
-from kvxfer.transports.base import SendingSource, SourceTransport
+from kvxfer.transports.base import SendingSource, SourceTransport, TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a consumer asks for of an offer, worked out once from its first Pull. ``stream``: the
+    wire that it is sent over; None: the consumer reads by itself. ``sides``: of a stream, this
+    rank's side of each class.
+    """
+
+    pull: Pull
+    key: TransferKey
+    stream: SendingSource | None
+    sides: tuple[Side, ...] = ()
+
+    @property
+    def grows(self) -> bool:
+        """Can it be given what is open while the rest is computed?"""
+        return self.pull.grows is True and (self.stream is None or self.stream.can_grow)
 
 
 @dataclass(slots=True)
@@ -70,8 +87,8 @@ class GivenOffer:
     ``finders``: the connections that have asked by it, and are to hear that the offer is complete.
     ``heard_s``: when each sink engine last sent a message about the offer. ``identities``: the
     connection of each consumer. ``speakers``: the last connection of each sink engine that was
-    granted the offer, or knows its tokens. ``pulls``: what each consumer asked for, while the offer
-    lives. ``checks``: of those that verify what they read.
+    granted the offer, or knows its tokens. ``asked``: by consumer, while the offer lives.
+    ``checks``: of those that verify what they read.
     """
 
     request_id: str
@@ -87,7 +104,7 @@ class GivenOffer:
     heard_s: dict[bytes, float] = field(default_factory=dict)
     identities: dict[Consumer, bytes] = field(default_factory=dict)
     speakers: dict[bytes, bytes] = field(default_factory=dict)
-    pulls: dict[Consumer, Pull] = field(default_factory=dict)
+    asked: dict[Consumer, Asked] = field(default_factory=dict)
     checks: dict[Consumer, Check] = field(default_factory=dict)
     name: bytes = b""
     finders: dict[bytes, Find] = field(default_factory=dict)
@@ -113,12 +130,12 @@ class GivenOffer:
         return (
             offer.state not in (OfferState.PENDING, OfferState.OPEN)
             or offer.digest not in (None, pull.digest)
-            or offer.gone_reason(pull.consumer.incarnation) is not None
+            or pull.consumer.incarnation in offer.gone
         )
 
     def heard(self, incarnation: bytes, now_s: float) -> None:
         """A sink engine sent a message about the offer. For one without a claim nothing is kept."""
-        if self.session.snapshot.claim(incarnation) is not None:
+        if incarnation in self.session.snapshot.claims:
             self.heard_s[incarnation] = now_s
 
     def extend(self, now_s: float, lease_s: float, max_hold_s: float) -> None:
@@ -152,98 +169,89 @@ class PullRefused(Exception):
         self.reason = reason
 
 
-def wire_of(pull: Pull, transports: Mapping[str, SourceTransport]) -> Wire:
-    is_sent = not pull.is_null and isinstance(transports[pull.transport], SendingSource)
-    return Wire.STREAM if is_sent else Wire.DIRECT
+def asked_of(pull: Pull, rank: str, transports: Mapping[str, SourceTransport]) -> Asked:
+    """Unread: of a Pull that will be refused the wire need not be one of ours. ``rank``: of this
+    source.
+    """
+    wire = None if pull.is_null else transports.get(pull.transport)
+    consumer = pull.consumer
+    key = TransferKey(pull.offer.nonce, consumer.incarnation, str(consumer.rank), rank)
+    return Asked(pull, key, wire if isinstance(wire, SendingSource) else None)
 
 
 def read_pull(
-    pull: Pull, resolver: PullResolver, transports: Mapping[str, SourceTransport], num_tokens: int
-) -> Wire:
-    """How an offer of ``num_tokens`` will serve this Pull. Raises PullRefused."""
+    asked: Asked, resolver: PullResolver, transports: Mapping[str, SourceTransport], num_tokens: int
+) -> Asked:
+    """With its sides, if an offer of ``num_tokens`` can serve it. Raises PullRefused."""
+    pull = asked.pull
     if not pull.is_null and pull.transport not in transports:
         raise PullRefused(
             Reason.TRANSPORT,
             f"transport: expected one of {sorted(transports)}, got {pull.transport}",
         )
-    if not isinstance(pull.verify, msgspec.UnsetType):
-        _check_verified(pull.verify.classes, resolver, num_tokens)
-    if wire_of(pull, transports) is Wire.DIRECT:
-        return Wire.DIRECT
-    _check_states(pull.classes, num_tokens)
+    where = "verify: "
     try:
-        for wanted in pull.classes:
-            if not _is_offered(resolver.manifest, wanted, num_tokens):
-                raise PullRefused(
-                    Reason.PLAN,
-                    f"tokens: expected at most the offered {num_tokens}, got {_last(wanted)}",
-                )
-        _check_held(resolver.resolve(pull.classes), pull.classes, num_tokens)
+        if not isinstance(pull.verify, msgspec.UnsetType):
+            _check_classes(pull.verify.classes, resolver, num_tokens, is_verified=True)
+        where = ""
+        if asked.stream is None:
+            return asked
+        sides = _check_classes(pull.classes, resolver, num_tokens, is_verified=False)
         if not check_chunks(pull.classes, pull.chunk_nbytes):
             raise PullRefused(Reason.PLAN, "classes: expected something to send, got nothing")
     except ProtocolError as e:
-        raise PullRefused(Reason.PLAN, str(e)) from e
-    return Wire.STREAM
+        raise PullRefused(Reason.PLAN, f"{where}{e}") from e
+    return replace(asked, sides=sides)
 
 
-def _check_states(classes: Sequence[PullClass], num_tokens: int) -> None:
-    """Raises PullRefused for the state of another number of tokens than are offered."""
-    for wanted in classes:
-        if wanted.is_state and wanted.token_hi and wanted.state_of != num_tokens:
-            raise PullRefused(
-                Reason.PLAN,
-                f"{wanted.regions[0].layer}: expected to be asked for the state of the offered "
-                f"{num_tokens} tokens, got of {wanted.state_of}",
-            )
-
-
-def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_tokens: int) -> None:
-    """Raises PullRefused for what cannot be verified of an offer."""
-    _check_states(classes, num_tokens)
-    try:
-        for wanted in classes:
-            if wanted.token_hi > wanted.count(num_tokens) and not wanted.is_state:
-                raise PullRefused(
-                    Reason.PLAN,
-                    f"verify: expected at most the offered {num_tokens} tokens, got "
-                    f"{_last(wanted)}",
-                )
-        _check_held(resolver.resolve(classes), classes, num_tokens)
-    except ProtocolError as e:
-        raise PullRefused(Reason.PLAN, f"verify: {e}") from e
-
-
-def _check_held(sides: Sequence[Side], classes: Sequence[PullClass], num_tokens: int) -> None:
-    """Raises PullRefused for tokens that this source no longer keeps at the end of the offer."""
-    for side, wanted in zip(sides, classes, strict=True):
-        held_start = wanted.count(side.keeping.held_start(num_tokens))
-        if wanted.token_lo < min(held_start, wanted.token_hi):
-            raise PullRefused(
-                Reason.PLAN,
-                f"{wanted.regions[0].layer}: tokens: expected from {held_start} on, got "
-                f"{wanted.token_lo}; of {num_tokens} offered tokens this source keeps "
-                f"{side.keeping}",
-            )
-
-
-def check_same(first: Pull, pull: Pull) -> None:
-    """A consumer asks for one thing of an offer, however often. Raises PullRefused."""
-    if first != pull:
-        raise PullRefused(Reason.PLAN, "pull: expected the first one again, got another")
-
-
-def _last(wanted: PullClass) -> int:
-    """How many tokens of the request a class needs."""
-    return wanted.token(wanted.token_hi - 1) + 1
-
-
-def _is_offered(manifest: RankManifest, wanted: PullClass, num_tokens: int) -> bool:
-    """Whether tokens beyond the offer, if there are any, only fill its last block up, as opaque
-    blocks need.
+def _check_classes(
+    classes: Sequence[PullClass], resolver: PullResolver, num_tokens: int, *, is_verified: bool
+) -> tuple[Side, ...]:
+    """This rank's side of each class. Raises ProtocolError for what it does not give, PullRefused
+    for what it gives, but not of this offer.
     """
-    most = wanted.count(num_tokens)
-    if wanted.token_hi <= most or wanted.is_state:
-        return True
+    for wanted in classes:
+        most = wanted.count(num_tokens)
+        if wanted.is_state or wanted.token_hi <= most:
+            continue
+        last = wanted.token(wanted.token_hi - 1) + 1
+        if is_verified:
+            problem = f"verify: expected at most the offered {num_tokens} tokens, got {last}"
+            raise PullRefused(Reason.PLAN, problem)
+        if not _fills_up(resolver.manifest, wanted, most):
+            problem = f"tokens: expected at most the offered {num_tokens}, got {last}"
+            raise PullRefused(Reason.PLAN, problem)
+    sides = resolver.resolve(classes)
+    for side, wanted in zip(sides, classes, strict=True):
+        lacking = _problem(side, wanted, num_tokens)
+        if lacking is not None:
+            raise PullRefused(Reason.PLAN, lacking)
+    return sides
+
+
+def _problem(side: Side, wanted: PullClass, num_tokens: int) -> str | None:
+    """Asked for are the state of another number of tokens than are offered, or tokens that this
+    source no longer keeps at the end of the offer.
+    """
+    layer = wanted.regions[0].layer
+    if wanted.is_state and wanted.token_hi and wanted.state_of != num_tokens:
+        return (
+            f"{layer}: expected to be asked for the state of the offered {num_tokens} tokens, got "
+            f"of {wanted.state_of}"
+        )
+    if side.window is None:
+        return None
+    held_start = wanted.count(side.keeping.held_start(num_tokens))
+    if wanted.token_lo >= min(held_start, wanted.token_hi):
+        return None
+    return (
+        f"{layer}: tokens: expected from {held_start} on, got {wanted.token_lo}; of {num_tokens} "
+        f"offered tokens this source keeps {side.keeping}"
+    )
+
+
+def _fills_up(manifest: RankManifest, wanted: PullClass, most: int) -> bool:
+    """Whether tokens beyond the offer only fill its last block up, as opaque blocks need."""
     asked = {(name.layer, plane) for name in wanted.regions for plane in name.planes}
     sizes = {
         1 if region.interior == "plain" else region.block_tokens
@@ -253,27 +261,12 @@ def _is_offered(manifest: RankManifest, wanted: PullClass, num_tokens: int) -> b
     return all(wanted.token_hi <= -(-most // size) * size for size in sizes or {1})
 
 
-def checked_sides(
-    resolver: PullResolver, pull: Pull, block_ids: GroupBlockIds, open_tokens: int
-) -> tuple[Side, ...]:
-    """This rank's side of every class, after a check that each block is there that is open.
-
-    Raises ProtocolError.
-    """
-    sides = resolver.resolve(pull.classes)
-    for side, wanted in zip(sides, pull.classes, strict=True):
+def check_open(asked: Asked, block_ids: GroupBlockIds, open_tokens: int) -> None:
+    """Check that each block is there that is open of a stream. Raises ProtocolError."""
+    for side, wanted in zip(asked.sides, asked.pull.classes, strict=True):
         token_hi = open_to(wanted, open_tokens)
         if wanted.token_lo < token_hi:
             check_table(side, block_ids, wanted.token_lo, token_hi)
-    return sides
-
-
-def may_grow(pull: Pull, transports: Mapping[str, SourceTransport]) -> bool:
-    """Whether this consumer can be given what is open while the rest is computed; of a Pull that
-    will be refused the wire need not be one of ours.
-    """
-    wire = None if pull.is_null else transports.get(pull.transport)
-    return pull.grows is True and not (isinstance(wire, SendingSource) and not wire.can_grow)
 
 
 def given_cells(resolver: PullResolver, offer: GivenOffer, verify: Verify) -> list[Cells]:

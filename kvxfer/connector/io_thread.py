@@ -109,11 +109,13 @@ class IoThread:
         self.now = now
         self._on_error = on_error
         self._within = within
-        self._inbox: deque[_Later] = deque()
+        self.posted: deque[_Later] = deque()
+        """Calls that wait for :meth:`run_posted`."""
         self._wake_up = WakeUp()
         self._awake = False
         self._is_wanted = False
-        self._deferred: deque[_Later] = deque()
+        self.deferred: deque[_Later] = deque()
+        """Calls that wait for :meth:`run_deferred`."""
         self._is_leaving = False
         self._turn = threading.Lock()
         self._entered: AbstractContextManager[object] | None = None
@@ -137,7 +139,7 @@ class IoThread:
         """Run ``call(*args)`` on the thread, in the order of posting. Never blocks. False once the
         thread has been told to end: the call may run or not.
         """
-        self._inbox.append((call, args))
+        self.posted.append((call, args))
         self.wake()
         return not self._stopping
 
@@ -153,18 +155,20 @@ class IoThread:
         waits. :meth:`give_back` must follow; until then the caller does only short work and touches
         no socket.
         """
-        if self._inbox or self._stopping or not self._turn.acquire(blocking=False):
+        if self.posted or self._stopping or not self._turn.acquire(blocking=False):
             return False
         self.is_lent = self._awake = True  # nobody need wake the thread now
-        self._enter()
+        if self._within is not None:
+            self._enter(self._within)
         return True
 
     def give_back(self) -> None:
         """The thread goes on with the calls that were deferred or posted meanwhile."""
-        self._leave()
+        if self._entered is not None:
+            self._leave(self._entered)
         self.is_lent = self._awake = False
         self._turn.release()
-        if self._is_wanted or self._deferred or self._inbox:
+        if self._is_wanted or self.deferred or self.posted:
             self.wake()
 
     def stop(self, timeout_s: float) -> bool:
@@ -192,7 +196,7 @@ class IoThread:
         """Run ``call(*args)`` when everything else of this round has had its turn, in the order of
         deferring. For messages that nobody waits for: others call :meth:`run_deferred` first.
         """
-        self._deferred.append((call, args))
+        self.deferred.append((call, args))
 
     def run_deferred(self) -> None:
         """Run the deferred calls. Does nothing within a deferred call, because the rest follow it
@@ -201,8 +205,8 @@ class IoThread:
         if self._is_leaving or self.is_lent:
             return
         self._is_leaving = True
-        while self._deferred:
-            call, args = self._deferred.popleft()
+        while self.deferred:
+            call, args = self.deferred.popleft()
             self.guard(call, *args)
         self._is_leaving = False
 
@@ -233,9 +237,9 @@ class IoThread:
         and handling it: calls that the engine thread posted before the message could be sent must
         take effect first.
         """
-        num_posted = len(self._inbox)
+        num_posted = len(self.posted)
         for _ in range(num_posted):
-            call, args = self._inbox.popleft()
+            call, args = self.posted.popleft()
             self.guard(call, *args)
         return num_posted
 
@@ -243,23 +247,32 @@ class IoThread:
         try:
             call(*args)
         except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
-            _log.exception("%s: a handler failed; the loop goes on", self._thread.name)
-            self._on_error()
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        _log.exception("%s: a handler failed; the loop goes on", self._thread.name)
+        self._on_error()
 
     # -------------------------------------------------- the loop
 
     def _main(self) -> None:
         self._turn.acquire()
         while not self._stopping:
-            self.guard(self._round)
+            try:
+                self._round()
+            except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
+                self._note_failure()
         self.run_posted()  # calls whose post returned True before the end was seen
 
     def _round(self) -> None:
         self._serve(self._wait_ms())
-        if self._late_s() > LATE_S:
+        late_s = self.now() - self._timers[0][0] if self._timers else -1.0
+        if late_s < 0:
+            return
+        if late_s > LATE_S:
             self._serve(CATCH_UP_MS)
         until_s = self.now() + OVERDUE_S
-        while self._late_s() >= 0 and self._serve(0) and self.now() < until_s:
+        while self._serve(0) and self.now() < until_s:
             pass
         self._fire()
 
@@ -274,32 +287,32 @@ class IoThread:
             self._turn.acquire()
         self._awake, self._is_wanted = True, False  # before the inbox is read
         readable = dict(ready)  # in the order of watching
-        self._enter()
+        if self._within is not None:
+            self._enter(self._within)
         try:
             num_posted = self._handle(readable)
         finally:
-            self._leave()
+            if self._entered is not None:
+                self._leave(self._entered)
         if self._wake_up.fd in readable:
             self._wake_up.clear()
         return bool(ready or num_posted)
 
-    def _enter(self) -> None:
-        """If it fails, :meth:`_leave` does not exit, and the handlers that need it raise."""
+    def _enter(self, within: AbstractContextManager[object]) -> None:
+        """If it fails, the handlers that need it raise."""
         try:
-            if self._within is not None:
-                self._within.__enter__()
-                self._entered = self._within
+            within.__enter__()
+            self._entered = within
         except Exception as exc:  # noqa: BLE001  # whatever it is, the loop goes on
             _log.debug("%s: %s", self._thread.name, exc)
 
-    def _leave(self) -> None:
-        entered, self._entered = self._entered, None
-        if entered is not None:
-            entered.__exit__(None, None, None)
+    def _leave(self, entered: AbstractContextManager[object]) -> None:
+        self._entered = None
+        entered.__exit__(None, None, None)
 
     def _handle(self, readable: Mapping[Any, int]) -> int:
         """Handle what one poll has found. Returns how many posted calls were run."""
-        num_posted = self.run_posted()
+        num_posted = self.run_posted() if self.posted else 0
         for socket in readable:
             handler = self._handlers.get(socket)  # None if another handler has unwatched it
             if handler is not None:
@@ -309,7 +322,8 @@ class IoThread:
             # processor
             if not (group.member.is_idle and readable.keys().isdisjoint(group.polled)):
                 self.guard(group.handler, group.member)
-        self.run_deferred()
+        if self.deferred:
+            self.run_deferred()
         return num_posted
 
     def _sync_groups(self) -> None:
@@ -331,10 +345,6 @@ class IoThread:
             return -1
         return max(0, math.ceil((self._timers[0][0] - self.now()) * 1000))
 
-    def _late_s(self) -> float:
-        """How long the first timer is overdue; negative if none is due."""
-        return self.now() - self._timers[0][0] if self._timers else -math.inf
-
     def _fire(self) -> None:
         now_s = self.now()
         while self._timers and self._timers[0][0] <= now_s:
@@ -342,4 +352,5 @@ class IoThread:
             call, timer.call = timer.call, None
             if call is not None:
                 self.guard(call[0], *call[1])
-        self.run_deferred()
+        if self.deferred:
+            self.run_deferred()

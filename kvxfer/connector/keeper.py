@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -68,7 +67,8 @@ class Keeper:
     def hold(self, request_id: str, source: SourceRef) -> None:
         """Keep an offer at every source rank, as soon as the source engine is known."""
         kept = self._kept[request_id] = _Kept(source, None)
-        self._start()
+        if not self._is_ticking:
+            self._start()
         peer = self._peers.known(source)
         if peer is None:
             self._tell_all(request_id, kept)
@@ -77,7 +77,8 @@ class Keeper:
 
     def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
         self._kept.setdefault(request_id, _Kept(source, ranks))
-        self._start()
+        if not self._is_ticking:
+            self._start()
 
     def release(self, request_id: str) -> None:
         self._kept.pop(request_id, None)
@@ -92,17 +93,16 @@ class Keeper:
         self._cancel(_Owed(source, reason, self._io.now() + self._config.lease_s))
 
     def _cancel(self, owed: _Owed) -> None:
-        def failed(failure: Failure) -> None:
-            if failure.reason is Reason.PEER_LOST or self._io.now() >= owed.until_s:
-                return  # nobody is there, or its own lease has ended the offer
+        self._peers.want(owed.source, self._pay, owed, needs_wire=False)
+
+    def _pay(self, owed: _Owed, found: Peer | Failure) -> None:
+        if isinstance(found, Peer):
+            found.cancel(owed.source, owed.reason)
+        elif found.reason is not Reason.PEER_LOST and self._io.now() < owed.until_s:
+            # else nobody is there, or its own lease has ended the offer
             if not self._owed:
                 self._io.after(OWED_S, self._settle)
             self._owed.append(owed)
-
-        def ready(peer: Peer) -> None:
-            peer.cancel(owed.source, owed.reason)
-
-        self._peers.want(owed.source, needs_wire=False, ready=ready, failed=failed)
 
     def _settle(self) -> None:
         waiting, self._owed = self._owed, []
@@ -110,9 +110,8 @@ class Keeper:
             self._io.guard(self._cancel, owed)
 
     def _start(self) -> None:
-        if not self._is_ticking:
-            self._is_ticking = True
-            self._io.after(self._config.keep_s, self._keep)
+        self._is_ticking = True
+        self._io.after(self._config.keep_s, self._keep)
 
     def _keep(self) -> None:
         self._is_ticking = False
@@ -125,7 +124,7 @@ class Keeper:
             if peer is None:
                 self._io.guard(self._tell_all, request_id, kept)
                 continue
-            for rank in peer.ranks() if kept.ranks is None else kept.ranks:
+            for rank in peer.entries if kept.ranks is None else kept.ranks:
                 held.setdefault((peer, rank), []).append(kept.source)
         for (peer, rank), sources in held.items():
             self._io.guard(self._tell, peer, rank, sources)
@@ -139,19 +138,17 @@ class Keeper:
             peer.send(rank, Keep(offers, self._incarnation, self._config.lease_s, digests))
 
     def _tell_ranks(self, peer: Peer, source: SourceRef) -> None:
-        for rank in peer.ranks():
+        for rank in peer.entries:
             self._tell(peer, rank, (source,))
 
     def _tell_all(self, request_id: str, kept: _Kept) -> None:
-        def tell(peer: Peer) -> None:
-            if self._kept.get(request_id) is kept:  # else the offer was given up meanwhile
-                self._tell_ranks(peer, kept.source)
+        self._peers.want(kept.source, self._on_peer, request_id, kept, needs_wire=False)
 
-        self._peers.want(kept.source, needs_wire=False, ready=tell, failed=_leave_to_lease)
-
-
-def _leave_to_lease(failure: Failure) -> None:
-    """The engine cannot be reached: its own lease ends the offer."""
+    def _on_peer(self, request_id: str, kept: _Kept, found: Peer | Failure) -> None:
+        """The own lease of an engine that cannot be reached ends the offer."""
+        is_given_up = self._kept.get(request_id) is not kept
+        if isinstance(found, Peer) and not is_given_up:
+            self._tell_ranks(found, kept.source)
 
 
 # ------------------------------------------------------------------ offers that are known by name
@@ -230,16 +227,14 @@ class Finder:
         if peer is not None:
             self._say(name, peer)
         elif not wanted.is_found:
-            self._peers.want(
-                wanted.source,
-                needs_wire=False,
-                ready=partial(self._say, name),
-                failed=partial(self._lost, name),
-            )
+            self._peers.want(wanted.source, self._say, name, needs_wire=False)
 
-    def _say(self, name: OfferRef, peer: Peer) -> None:
+    def _say(self, name: OfferRef, peer: Peer | Failure) -> None:
         wanted = self._wanted.get(name)
         if wanted is None:
+            return
+        if isinstance(peer, Failure):
+            self._lost(name, peer)
             return
         if min(PROTOCOL_MAX, peer.protocol) < GROWING:
             detail = f"expected protocol {GROWING} of its source, got {peer.protocol}"

@@ -17,8 +17,8 @@ from kvxfer.transfer.wire import Reason
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Requests that have ended since the last call; each is reported once. ``must_drain``: the
-    engine was told to drain since then. ``found``: what has become of offers that were looked for,
-    by name in hex.
+    engine was told to drain since then: :meth:`SchedulerConnector.drain` is due. ``found``: what
+    has become of offers that were looked for, by name in hex.
     """
 
     sent: frozenset[str] = frozenset()
@@ -55,10 +55,9 @@ class Ledger:
 
     def take_counts(self, name: str, counts: Counter[str]) -> None:
         """Move what a wire has counted, messages dropped or refused, into the ledger."""
-        if counts:
-            for what, number in counts.items():
-                self.count(f"{name}.{what}", number)
-            counts.clear()
+        for what, number in counts.items():
+            self.count(f"{name}.{what}", number)
+        counts.clear()
 
     def failed_call(self) -> None:
         self.count("io.errors")

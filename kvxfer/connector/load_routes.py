@@ -78,10 +78,11 @@ class Way:
 
 @dataclass(slots=True, eq=False)
 class RouteRun:
-    """One route of one load: its Pull, which retries send unchanged, its read, and its progress
-    (times of ``time.monotonic``). ``incomplete``: (group, position) of the blocks that the route
-    fills only partly. ``owes_pull``: the board has answered the Pull, so the Pull may be sent
-    behind the read. ``digests``: of what lies here after the read, where that is verified.
+    """One route of one load: its Pull, which retries send unchanged, its read by ``wire`` (None: a
+    null route), and its progress (times of ``time.monotonic``). ``incomplete``: (group, position)
+    of the blocks that the route fills only partly. ``owes_pull``: the board has answered the Pull,
+    so the Pull may be sent behind the read. ``digests``: of what lies here after the read, where
+    that is verified.
 
     ``key``: of the read that runs, or ran last. ``granted_ids``: of what is open; ``is_growing``:
     more will be than ``open_tokens``. ``asked_tokens``: up to where it is read; ``read_nbytes``: of
@@ -91,6 +92,7 @@ class RouteRun:
     pull: Pull
     key: TransferKey
     request: ReadRequest | None
+    wire: SinkTransport | None
     incomplete: frozenset[tuple[int, int]] = frozenset()
     asked_s: float = 0.0
     progressed_s: float = 0.0
@@ -106,7 +108,7 @@ class RouteRun:
 
 def ways_of(peer: Peer, addressing: Addressing) -> tuple[Way, ...]:
     """One way for each source rank of a peer that is ready, in the order of its plan."""
-    return tuple(_way(peer, route, addressing) for route in peer.routes())
+    return tuple(_way(peer, route, addressing) for route in peer.routes)
 
 
 def _way(peer: Peer, route: Route, addressing: Addressing) -> Way:
@@ -115,7 +117,7 @@ def _way(peer: Peer, route: Route, addressing: Addressing) -> Way:
     wire = addressing.transports[choice.transport] if choice is not None else None
     return Way(
         route=route,
-        source=peer.source(rank),
+        source=peer.entries[rank],
         claim=peer.plan.consumers(rank),
         sink_rank=str(addressing.consumer.rank),
         source_rank=str(rank),
@@ -179,7 +181,8 @@ def _make_run(
         verify=_verify(order, way, wanted) if choice is not None else UNSET,
         grows=order.grows or UNSET,
     )
-    return RouteRun(pull, key, request, incomplete, is_growing=order.grows)
+    wire = addressing.transports.get(pull.transport)
+    return RouteRun(pull, key, request, wire, incomplete, is_growing=order.grows)
 
 
 def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int, wanted: Sequence[PullClass]) -> int:

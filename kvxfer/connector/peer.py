@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 
 import zmq
@@ -81,15 +80,19 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """Someone who waits for the peer of one offer. Either ``ready`` or ``failed`` is called, once.
+    """Someone who waits for the peer of one offer. ``tell(*about, found)`` is called once, with the
+    peer, or with the Failure that keeps it from being used.
 
     ``needs_wire``: waits until the peer can be read (READY); else until it is known (TRYING).
     """
 
     source: SourceRef
     needs_wire: bool
-    ready: Callable[[Peer], object]
-    failed: Callable[[Failure], object]
+    tell: Callable[..., object]
+    about: tuple[object, ...]
+
+    def answer(self, found: Peer | Failure) -> None:
+        self.tell(*self.about, found)
 
 
 class Moments:
@@ -112,7 +115,8 @@ class Moments:
 
 
 class Peer:
-    """One source engine. ``manifest``, ``plan`` and ``choices`` are there from TRYING and READY on.
+    """One source engine. ``manifest``, its ``entries`` by rank, ``plan`` and ``choices`` are there
+    from TRYING and READY on. ``routes``: of the plan, those that end here, null routes too.
 
     ``step``: takes each event of this peer.
     """
@@ -125,7 +129,10 @@ class Peer:
         self.curve_public_key = source.curve_public_key
         self.snapshot = PeerSnapshot(source.engine_id, source.endpoint)
         self.asked_as = source.offer.incarnation
+        self.entries: dict[RankId, RankManifest] = {}
+        self.ranks_at: dict[str, RankId] = {}
         self.plan = Plan(())
+        self.routes: tuple[Route, ...] = ()
         self.tried: dict[RankId, Choice] = {}
         """What trials have opened and no wire was attached to yet."""
         self.choices: dict[RankId, Choice] = {}
@@ -163,44 +170,27 @@ class Peer:
 
     @property
     def slowest(self) -> Choice | None:
+        """Of the chosen wires; None: there is nothing to read."""
         choices = list(self.choices.values())
         return max(choices, key=attrgetter("duration_s"), default=None)
-
-    @property
-    def wire(self) -> str:
-        """The slowest of the chosen wires with its measured costs, and why it was not another."""
-        slowest = self.slowest
-        return str(slowest) if slowest is not None else "nothing to read"
 
     def is_alive_as(self, source: SourceRef) -> bool:
         """Whether the offer is of the life (incarnation) of the engine that this peer knows."""
         manifest = self.snapshot.manifest
         return manifest is not None and manifest.incarnation == source.offer.incarnation
 
-    def ranks(self) -> Iterator[RankId]:
-        for entry in self.manifest.ranks if self.manifest is not None else ():
-            yield entry.rank
-
-    def routes(self) -> tuple[Route, ...]:
-        """The routes that end here, null routes too."""
-        return self.plan.of_sink(self._around.identity.rank)
-
-    def source(self, rank: RankId) -> RankManifest:
-        manifest = self.snapshot.manifest
-        if manifest is None:
-            raise KeyError(f"engine {self.engine_id} is not known yet")
-        return manifest.rank(rank)
+    def know(self, entries: Sequence[RankManifest]) -> None:
+        """Its ranks, as its front door has named them."""
+        self.entries = {entry.rank: entry for entry in entries}
+        self.ranks_at = {entry.control_endpoint: entry.rank for entry in entries}
 
     def transport(self, rank: RankId) -> SinkTransport:
         return self._around.transports[self.choices[rank].transport]
 
-    def board(self, rank: RankId) -> BoardView | None:
-        return self.boards.get(rank)
-
     # -------------------------------------------------- what is said to it
 
     def send(self, rank: RankId, message: ToSource) -> None:
-        self._send(self.source(rank).control_endpoint, message)
+        self._send(self.entries[rank].control_endpoint, message)
 
     def send_later(self, rank: RankId, message: ToSource) -> None:
         """One that nobody waits for: behind the reports of loads that end in this round."""
@@ -211,7 +201,7 @@ class Peer:
         if self.is_alive_as(source):
             life = self._around.identity.incarnation
             message = Cancel(source.offer, life, reason, source.digest)
-            for rank in self.ranks():
+            for rank in self.entries:
                 self.send(rank, message)
 
     def say_hello(self, endpoint: str) -> None:
@@ -236,17 +226,17 @@ class Peer:
             around.ledger,
             endpoint,
             server_key_of(around.config, self.engine_id, self._key_at(endpoint)),
-            partial(self._heard, endpoint),
-            partial(self._gone, endpoint),
+            self._heard,
+            self._gone,
         )
         return client
 
     def _key_at(self, endpoint: str) -> str | None:
         """The key that its params state of the front door, and its manifest of the other ranks."""
-        for entry in self.manifest.ranks if self.manifest is not None else ():
-            if entry.control_endpoint == endpoint != self.endpoint:
-                return entry.curve_public_key
-        return self.curve_public_key
+        rank = self.ranks_at.get(endpoint)
+        if rank is None or endpoint == self.endpoint:
+            return self.curve_public_key
+        return self.entries[rank].curve_public_key
 
     def close(self) -> None:
         self._is_closed = True
@@ -291,11 +281,11 @@ class Peer:
             case Pong(incarnation):
                 self._step(self, LifeHeard(incarnation))
             case _:
-                for entry in self.manifest.ranks if self.manifest is not None else ():
-                    if entry.control_endpoint == endpoint:
-                        self._around.on_message(self, entry.rank, message)
-                        return
-                self._around.ledger.count("control.unexpected")
+                rank = self.ranks_at.get(endpoint)
+                if rank is None:
+                    self._around.ledger.count("control.unexpected")
+                else:
+                    self._around.on_message(self, rank, message)
 
     # -------------------------------------------------- its silence
 
@@ -347,25 +337,22 @@ def workload_of(route: Route) -> Workload:
 
 
 def start_trial(
-    around: Surroundings,
-    routes: Sequence[tuple[Route, RankManifest]],
-    until_s: float,
-    done: Callable[[Peer, Choices | Failure], object],
-    peer: Peer,
+    around: Surroundings, peer: Peer, done: Callable[[Peer, Choices | Failure], object]
 ) -> None:
-    """Try the wires to the source rank of each route, one after the other: trials side by side
+    """Try the wires to each source rank that is read, one after the other: trials side by side
     would share the link and measure too low a rate. On a thread of its own: a trial may wait for
     the network, and loads from other peers go on meanwhile.
 
-    Args:
-        until_s: when all trials together must have ended (the IO thread's clock).
-        done: called on the IO thread, unless this rank shuts down. It owns the choices from then
-            on, and attaches or discards each.
+    ``done``: called on the IO thread, unless this rank shuts down. It owns the choices from then
+    on, and attaches or discards each.
     """
+    routes = [(route, peer.entries[route.source_rank]) for route in peer.routes]
+    read = [(route, entry) for route, entry in routes if not route.is_null]
+    until_s = peer.until_s
 
     def run() -> None:
         choices: Choices = {}
-        result = _try_all(around, routes, until_s, choices)
+        result = _try_all(around, read, until_s, choices)
         is_told = result is not None and around.io.post(done, peer, result)
         if not is_told or result is not choices:
             _close(choices)
@@ -390,7 +377,9 @@ def _try_all(
     until_s: float,
     choices: Choices,
 ) -> Choices | Failure | None:
-    """The choices, filled in one after the other; why there are none; None at shutdown."""
+    """The choices, filled in one after the other; why there are none; None at shutdown.
+    ``until_s``: when all trials together must have ended (the IO thread's clock).
+    """
     try:
         for route, source in routes:
             left_s = until_s - around.io.now()

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from kvxfer.connector.access import check_rank
 from kvxfer.transfer.manifest import EngineManifest, RankManifest
 from kvxfer.transfer.wire import Reason
@@ -44,8 +46,7 @@ class Awaited(enum.Enum):
     """Trials, and the answers of the ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """Why a peer cannot be used."""
 
     reason: Reason
@@ -55,56 +56,44 @@ class Failure:
 # ------------------------------------------------------------------ events
 
 
-class PeerEvent:
-    """What has happened to the peer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted(PeerEvent):
+class Wanted(msgspec.Struct, frozen=True):
     """A load waits for this engine in another life than the one that is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered(PeerEvent):
+class Answered(msgspec.Struct, frozen=True):
     """A listener has sent its manifest: the front door that of all ranks, another rank its own."""
 
     endpoint: str
     manifest: EngineManifest
 
 
-@dataclass(frozen=True, slots=True)
-class Examined(PeerEvent):
+class Examined(msgspec.Struct, frozen=True):
     """The manifest was examined and may be true."""
 
     manifest: EngineManifest
 
 
-@dataclass(frozen=True, slots=True)
-class Matched(PeerEvent):
+class Matched(msgspec.Struct, frozen=True):
     """KV of the engine can be used here. ``ranks``: the source ranks that will get a Pull."""
 
     ranks: tuple[RankManifest, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LifeHeard(PeerEvent):
+class LifeHeard(msgspec.Struct, frozen=True):
     """A rank has stated the life (incarnation) of its engine."""
 
     incarnation: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class WiresTried(PeerEvent):
+class WiresTried(msgspec.Struct, frozen=True):
     """A wire is chosen for each rank that is read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attached(PeerEvent):
+class Attached(msgspec.Struct, frozen=True):
     """All chosen wires can be read from."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed(PeerEvent):
+class DeadlinePassed(msgspec.Struct, frozen=True):
     """What the deadline waits for has not come. ``failure``: the one to report for a silent front
     door.
     """
@@ -112,32 +101,40 @@ class DeadlinePassed(PeerEvent):
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class Ended(PeerEvent):
+class Ended(msgspec.Struct, frozen=True):
     """The peer cannot be used any more, for a reason found outside of the session."""
 
     failure: Failure
 
 
+PeerEvent = (
+    Wanted
+    | Answered
+    | Examined
+    | Matched
+    | LifeHeard
+    | WiresTried
+    | Attached
+    | DeadlinePassed
+    | Ended
+)
+
 # ------------------------------------------------------------------ actions
 
 
-@dataclass(frozen=True, slots=True)
-class SayHello:
+class SayHello(msgspec.Struct, frozen=True):
     """Send Hello to one of its endpoints."""
 
     endpoint: str
 
 
-@dataclass(frozen=True, slots=True)
-class Examine:
+class Examine(msgspec.Struct, frozen=True):
     """Check the engine's manifest, before it is used."""
 
     manifest: EngineManifest
 
 
-@dataclass(frozen=True, slots=True)
-class Serve:
+class Serve(msgspec.Struct, frozen=True):
     """Call every waiter whose need this state meets. ``is_sure``: the engine has just stated its
     life, so offers of other lives are stale.
     """
@@ -145,30 +142,25 @@ class Serve:
     is_sure: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """Check that its KV can be used here, and plan what this rank reads."""
 
 
-@dataclass(frozen=True, slots=True)
-class TryWires:
+class TryWires(msgspec.Struct, frozen=True):
     """Time the wires to every source rank that is read here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replace:
+class Replace(msgspec.Struct, frozen=True):
     """This rank has answered: another peer that was known at its endpoint is not there any more."""
 
     entry: RankManifest
 
 
-@dataclass(frozen=True, slots=True)
-class Attach:
+class Attach(msgspec.Struct, frozen=True):
     """Attach the chosen wires."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """Tell the loads and waiters; close connections, mappings and what trials have opened.
     ``is_anew``: waiters wait for the engine's next life instead.
     """

@@ -107,6 +107,8 @@ class Peers:
         self._peers: dict[Key, Peer] = {}
         self._failed: dict[Key, _Failed] = {}
         self._closed: Failure | None = None
+        self.num_changes = 0
+        """Of the set of peers that can be read."""
 
     def set_own(self, manifest: EngineManifest) -> None:
         """Set the manifest of this engine. If it changed, all peers are closed and met anew."""
@@ -115,22 +117,17 @@ class Peers:
         self._own = manifest
 
     def want(
-        self,
-        source: SourceRef,
-        *,
-        needs_wire: bool,
-        ready: Callable[[Peer], object],
-        failed: Callable[[Failure], object],
+        self, source: SourceRef, tell: Callable[..., object], *about: object, needs_wire: bool
     ) -> Waiter:
-        """Get the peer that made this offer; ``ready`` or ``failed`` is called once, perhaps before
+        """Get the peer that made this offer; ``tell(*about, found)`` is called once, perhaps before
         this returns. An exception of one waiter does not keep the others from being called.
         """
-        waiter = Waiter(source, needs_wire, ready, failed)
+        waiter = Waiter(source, needs_wire, tell, about)
         self._wait(waiter)
         return waiter
 
     def known(self, source: SourceRef) -> Peer | None:
-        peer = self._peers.get(_key(source))
+        peer = self._peers.get((source.engine_id, source.endpoint, source.curve_public_key))
         return peer if peer is not None and peer.is_alive_as(source) else None
 
     def ready(self, source: SourceRef) -> Peer | None:
@@ -149,8 +146,7 @@ class Peers:
 
     def lost(self, control_endpoint: str, detail: str) -> None:
         for peer in list(self._peers.values()):
-            ranks = peer.manifest.ranks if peer.manifest is not None else ()
-            if any(entry.control_endpoint == control_endpoint for entry in ranks):
+            if control_endpoint in peer.ranks_at:
                 peer.end(Failure(Reason.PEER_LOST, f"{control_endpoint}: {detail}"))
 
     def shutdown(self, failure: Failure) -> None:
@@ -166,7 +162,7 @@ class Peers:
         key = _key(source)
         failure = self._closed or self._failure_of(key, source)
         if failure is not None:
-            waiter.failed(failure)
+            waiter.answer(failure)
             return
         peer = self._peers.get(key)
         if peer is not None:
@@ -176,7 +172,7 @@ class Peers:
         if sum(other.state in _MEETING for other in self._peers.values()) >= MAX_GREETED:
             self._ledger.count("peers.crowded")
             detail = f"expected at most {MAX_GREETED} engines that are being met, got another"
-            waiter.failed(Failure(Reason.PEER_LOST, detail))
+            waiter.answer(Failure(Reason.PEER_LOST, detail))
             return
         peer = self._peers[key] = Peer(self._around, source, self._step)
         peer.waiters.append(waiter)
@@ -196,6 +192,8 @@ class Peers:
     def _step(self, peer: Peer, event: PeerEvent) -> None:
         before = peer.snapshot
         peer.snapshot, actions = step(before, event)
+        if PeerState.READY in (before.state, peer.state) and before.state is not peer.state:
+            self.num_changes += 1  # last: other threads look at the peers after this
         if peer.snapshot.awaited is not before.awaited:
             self._set_deadline(peer)
         self._perform(peer, actions)
@@ -223,6 +221,7 @@ class Peers:
             case Examine(manifest):
                 peer.moments.end("hello")
                 check_introduction(config, peer.engine_id, peer.endpoint, manifest)
+                peer.know(manifest.ranks)
                 return Examined(manifest)
             case Serve(is_sure):
                 return self._serve(peer, is_sure=is_sure)
@@ -268,7 +267,7 @@ class Peers:
             detail = f"the offer is of another life of engine {peer.engine_id}"
             for waiter in [w for w in peer.waiters if not peer.is_alive_as(w.source)]:
                 self.forget(waiter)
-                self._io.guard(waiter.failed, Failure(Reason.INCARNATION, detail))
+                self._io.guard(waiter.answer, Failure(Reason.INCARNATION, detail))
         served = [
             waiter
             for waiter in peer.waiters
@@ -278,7 +277,7 @@ class Peers:
         for waiter in served:
             if waiter in peer.waiters:  # an earlier one may have had it forgotten
                 peer.waiters.remove(waiter)
-                self._io.guard(waiter.ready, peer)
+                self._io.guard(waiter.answer, peer)
         if peer.state is PeerState.READY and peer.waiters:
             return Wanted()  # their offers name another life
         return None
@@ -293,6 +292,7 @@ class Peers:
             around.config, peer.manifest, own, can_leave_unhashed=around.can_leave_unhashed
         )
         peer.plan = make_plan(peer.manifest, own)
+        peer.routes = peer.plan.of_sink(around.identity.rank)
         check_verifiable(around.config, peer.plan, peer.manifest)
         if peer.plan.empty_layers:
             _log.warning(
@@ -302,13 +302,10 @@ class Peers:
                 *(peer.engine_id, peer.endpoint, len(peer.plan.empty_layers)),
             )
         peer.moments.end("plan")
-        return Matched(tuple(peer.source(route.source_rank) for route in peer.routes()))
+        return Matched(tuple(peer.entries[route.source_rank] for route in peer.routes))
 
     def _try_wires(self, peer: Peer) -> None:
-        routes = [
-            (route, peer.source(route.source_rank)) for route in peer.routes() if not route.is_null
-        ]
-        start_trial(self._around, routes, peer.until_s, self._on_tried, peer)
+        start_trial(self._around, peer, self._on_tried)
 
     def _on_tried(self, peer: Peer, result: Choices | Failure) -> None:
         if isinstance(result, Failure):
@@ -334,9 +331,9 @@ class Peers:
                 del peer.tried[rank]  # from here on the wire has what the trial has opened
                 wire = peer.transport(rank)
                 if isinstance(wire, DirectSink):
-                    wire.attach(peer.source(rank), choice.trial)
+                    wire.attach(peer.entries[rank], choice.trial)
                 else:
-                    wire.attach(peer.source(rank), choice.staging)
+                    wire.attach(peer.entries[rank], choice.staging)
             self._open_boards(peer)
         except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
             _log.debug("engine %s: its wires", peer.engine_id, exc_info=True)
@@ -348,18 +345,19 @@ class Peers:
                 self._ledger.count(f"trials.{name}.passed_over")
         peer.moments.end("attach")
         names = peer.engine_id, peer.endpoint
-        _log.info("engine %s at %s, met in %s: %s", *names, peer.moments, peer.wire)
+        chosen = peer.slowest or "nothing to read"
+        _log.info("engine %s at %s, met in %s: %s", *names, peer.moments, chosen)
         return Attached()
 
     def _open_boards(self, peer: Peer) -> None:
         """Map the boards of the ranks that this rank reads by a direct wire or a null route."""
         if not self._around.config.offer_board:
             return
-        for route in peer.routes():
+        for route in peer.routes:
             rank = route.source_rank
             if rank in peer.choices and isinstance(peer.transport(rank), ReceivingSink):
                 continue
-            board = BoardView.open(peer.source(rank).board)
+            board = BoardView.open(peer.entries[rank].board)
             if board is not None:
                 peer.boards[rank] = board
         self._ledger.count("boards.seen", len(peer.boards))
@@ -377,7 +375,7 @@ class Peers:
         guard(self._around.on_over, peer, failure)  # Cancels of its loads still leave
         for rank in peer.choices:
             if not self._is_shared(peer, rank):
-                guard(peer.transport(rank).detach, peer.source(rank).control_endpoint)
+                guard(peer.transport(rank).detach, peer.entries[rank].control_endpoint)
         for board in peer.boards.values():
             guard(board.close)
         peer.boards = {}
@@ -388,7 +386,7 @@ class Peers:
             if is_anew:
                 self._wait(waiter)
             else:
-                guard(waiter.failed, failure)
+                guard(waiter.answer, failure)
 
     def _remember(self, peer: Peer, failure: Failure) -> None:
         key = _key(peer)
@@ -402,12 +400,13 @@ class Peers:
 
     def _is_shared(self, peer: Peer, rank: RankId) -> bool:
         """Whether another live peer uses the same attachment to this rank."""
-        entry, wire = peer.source(rank), peer.transport(rank)
+        entry, wire = peer.entries[rank], peer.transport(rank)
         return any(
             other is not peer
             and other.state is PeerState.READY
             and any(
-                other.source(its) == entry and other.transport(its) is wire for its in other.choices
+                other.entries[its] == entry and other.transport(its) is wire
+                for its in other.choices
             )
             for other in self._peers.values()
         )

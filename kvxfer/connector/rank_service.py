@@ -107,7 +107,7 @@ class RankService:
         make_room()
         config = with_folder_keys(config)
         self._ledger = ledger
-        self._identity = identity
+        self._identity, self._rank = identity, str(identity.rank)
         self._is_front_door = identity.rank == RankId(0, 0)
         self._introduction: zmq.Frame | None = None
         self.io = IoThread(
@@ -118,6 +118,9 @@ class RankService:
         )
         self._context = make_context(config)
         self._copy_thread = make_copier(config, small_nbytes=SMALL_NBYTES)
+        self._num_changes = -1
+        self._near: NearSources = {}
+        self._peer_gauges: dict[str, float] = {}
         self.has_looked = True
         """Set a few times a second: gauges may have changed although nothing was counted."""
         self.is_draining = False
@@ -163,7 +166,7 @@ class RankService:
             said = protection(config, self._server.endpoint, sources)
             names = identity.engine_id, self._server.endpoint
             _log.log(said.level, "protection of engine %s at %s: %s", *names, said.text)
-        self.borrower = Borrower(self.io, ledger, self.sink, sinks.values())
+        self.borrower = Borrower.make(self.io, ledger, self.sink, sinks.values())
         # Direct wires first: their completed reads are reported before the sockets of stream wires
         # are read.
         receiving = [sink for sink in sinks.values() if isinstance(sink, ReceivingSink)]
@@ -281,12 +284,14 @@ class RankService:
     def _poll_source(self, transport: SendingSource) -> None:
         for completion in transport.poll():
             self.io.guard(self.source.on_completion, transport, completion)
-        self._ledger.take_counts(transport.name, transport.counts)
+        if transport.counts:
+            self._ledger.take_counts(transport.name, transport.counts)
 
     def _poll_sink(self, transport: SinkTransport) -> None:
         for completion in transport.poll():
             self.io.guard(self.sink.on_completion, completion)
-        self._ledger.take_counts(transport.name, transport.counts)
+        if transport.counts:
+            self._ledger.take_counts(transport.name, transport.counts)
 
     def _inspect(self) -> None:
         """Every LOOK_S, let listeners and stream wires end what peers hold without use."""
@@ -333,7 +338,12 @@ class RankService:
             if in_step:
                 copied.put(self.sink.copied(in_step))
 
-        if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
+        is_begun = (
+            self.borrower is not None
+            and orders.has_only_loads
+            and self.borrower.begin(orders.loads, order)
+        )
+        if not is_begun:
             self.io.post(order)
         if in_step:
             with suppress(Empty):
@@ -344,11 +354,6 @@ class RankService:
         """Give these loads up; those that have ended stay as they are."""
         for request_id in request_ids:
             self.io.post(self.sink.abort, AbortLoad(request_id, reason))
-
-    def near(self) -> NearSources:
-        """What this rank can load from within a step. On the engine thread, as :meth:`gauges`."""
-        near = ((peer.manifest, near_source(peer)) for peer in self._peers.all_ready())
-        return {of.incarnation: source for of, source in near if of and source}
 
     def _take(
         self,
@@ -386,46 +391,57 @@ class RankService:
         for abort in orders.aborts:
             guard(self.sink.abort, abort)
 
-    def gauges(self) -> dict[str, float]:
-        """How things stand, by metric and labels (:mod:`kvxfer.connector.metrics`). On the engine
-        thread: reads plain numbers that the IO thread writes.
+    def stand(self) -> tuple[dict[str, float], NearSources]:
+        """How things stand, by metric and labels (:mod:`kvxfer.connector.metrics`), and what this
+        rank can load from within a step. On the engine thread: reads plain numbers that the IO
+        thread writes.
         """
-        rank, peers = str(self._identity.rank), self._peers.all_ready()
+        if self._num_changes != self._peers.num_changes:
+            self._num_changes = self._peers.num_changes  # first: a change meanwhile is seen again
+            self._look_at(self._peers.all_ready())
+        rank = self._rank
         stand: dict[str, float] = {
+            **self._peer_gauges,
             key("loads_in_flight", rank): self.sink.num_loads,
-            key("peers_ready", rank): len(peers),
             key("offers_held", rank): self.source.num_offers,
             key("blocks_held", rank): self.source.num_held_blocks,
             key("board_on", rank): int(self.ends.has_board),
             key("draining", rank): int(self.is_draining),
-            key("boards_open", rank): sum(len(peer.boards) for peer in peers),
         }
         for side, streams in self._streams:
             for stream in streams:
                 stand[key("staging_bytes", rank, side, stream.name)] = stream.staging_nbytes
+        return stand, self._near
+
+    def _look_at(self, peers: Sequence[Peer]) -> None:
+        """Peers that can be read, which stay as they are until one is ready or lost."""
+        rank = self._rank
+        found = [(peer.manifest, near_source(peer)) for peer in peers]
+        self._near = {of.incarnation: source for of, source in found if of and source}
+        self._peer_gauges = {
+            key("peers_ready", rank): len(peers),
+            key("boards_open", rank): sum(len(peer.boards) for peer in peers),
+        }
         for peer in peers:
             wire = peer.slowest
             if wire is not None:
-                place = key(
-                    "wire_bytes_per_second", rank, peer_label(peer.endpoint), wire.transport
-                )
-                stand[place] = wire.costs.gb_per_s * 1e9
-        return stand
+                label = peer_label(peer.endpoint)
+                place = key("wire_bytes_per_second", rank, label, wire.transport)
+                self._peer_gauges[place] = wire.costs.gb_per_s * 1e9
 
     def meet(
         self,
         own: EngineManifest,
         source: SourceRef,
-        ready: Callable[[Peer], object],
-        failed: Callable[[Failure], object],
+        tell: Callable[[Peer | Failure], object],
     ) -> None:
-        """Meet an engine as a load from it would. ``ready`` or ``failed`` is called once, on the IO
-        thread. ``own``: all ranks of this engine.
+        """Meet an engine as a load from it would. ``tell`` is called once, on the IO thread.
+        ``own``: all ranks of this engine.
         """
 
         def begin() -> None:
             self._peers.set_own(own)
-            self._peers.want(source, needs_wire=True, ready=ready, failed=failed)
+            self._peers.want(source, tell, needs_wire=True)
 
         self.io.post(begin)
 
@@ -470,9 +486,9 @@ class RankService:
 def near_source(peer: Peer) -> NearSource | None:
     """How long loads take within a step; None where they need a message or a stream."""
     choices, boards = list(peer.choices.values()), []
-    for route in peer.routes():
-        board = peer.source(route.source_rank).board
-        if board is None or peer.board(route.source_rank) is None:  # a stream has none
+    for route in peer.routes:
+        board = peer.entries[route.source_rank].board
+        if board is None or route.source_rank not in peer.boards:  # a stream has none
             return None
         boards.append(board)
     latency_s = sum(choice.costs.latency_s for choice in choices)

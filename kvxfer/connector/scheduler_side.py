@@ -90,7 +90,7 @@ class SchedulerConnector:
         self._ranks: frozenset[str] = frozenset()
         self._reasons: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
-        self._num_loaded = self._num_in_step = 0
+        self._counts: Counter[str] = Counter()
         self._unused = UnusedKV()
         self._now = now
         self.is_draining = False
@@ -377,11 +377,11 @@ class SchedulerConnector:
             was_aborted = load.state is LoadState.ABORTED
             self._loads.ended(request_id, reason)
             if load.is_in_step:
-                self._num_in_step += 1
+                self._counts["requests.in_step"] += 1
                 if reason == Reason.DEADLINE:
                     self._step_loads.was_late(load.source, self._now())
             if reason is None:
-                self._num_loaded += 1
+                self._counts["requests.loaded"] += 1
                 self._unused.works(load.source)
                 continue
             self._reasons[reason] += 1
@@ -408,20 +408,14 @@ class SchedulerConnector:
         call. Once a step: it also writes the summaries that are due.
         """
         self._tell(self._unused.due(self._now()))
-        if not (self._reasons or self._num_loaded):
+        if not (self._reasons or self._counts):
             return None
-        counts = {"requests.loaded": self._num_loaded} if self._num_loaded else {}
-        if self._num_in_step:
-            counts["requests.in_step"] = self._num_in_step
         num_new_pairs = self._unused.take_new_pairs()
         if num_new_pairs:
-            counts["pairs.unusable"] = num_new_pairs
-        stats = KVConnectorStats(
-            counts=counts, reasons=dict(self._reasons), failed=dict(self._failed)
-        )
-        self._reasons, self._failed = Counter(), Counter()
-        self._num_loaded = self._num_in_step = 0
-        return stats
+            self._counts["pairs.unusable"] = num_new_pairs
+        taken = [dict(each) for each in (self._counts, self._reasons, self._failed)]
+        self._counts, self._reasons, self._failed = Counter(), Counter(), Counter()
+        return KVConnectorStats(counts=taken[0], reasons=taken[1], failed=taken[2])
 
     def take_events(self) -> tuple[Any, ...]:
         """None: block events are the engine's own."""

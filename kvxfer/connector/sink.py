@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import assert_never
 
 import torch
@@ -91,7 +90,6 @@ from kvxfer.transports.base import (
     ReadStopped,
     ReceivingSink,
     SinkCompletion,
-    SinkTransport,
     TransferKey,
 )
 
@@ -148,7 +146,10 @@ class SinkLoad:
 
     def is_in(self, source: RankId, *states: RouteState) -> bool:
         """Whether the route from this source rank is in one of these states now."""
-        return self.session is not None and self.session.state_of(source) in states
+        for route in self.session.snapshot.routes if self.session is not None else ():
+            if route.source == source:
+                return route.state in states
+        return False
 
     def report(self, reason: Reason | None, finished_s: float) -> LoadReport:
         """The load's one report; ``reason`` None: every route was valid."""
@@ -252,7 +253,7 @@ class Sink:
         """Events behind all copies of these loads; None where they are not all on a GPU's stream
         yet, so that the host has to wait for their reports.
         """
-        keys: dict[str, list[TransferKey]] = {}
+        keys: dict[DirectSink, list[TransferKey]] = {}
         for request_id in request_ids:
             load = self._by_request.get(request_id)
             if load is None:
@@ -260,14 +261,11 @@ class Sink:
             for source, run in load.routes.items():
                 if run.pull.is_null:
                     continue
-                if not load.is_in(source, RouteState.READING):
+                is_read = load.is_in(source, RouteState.READING)
+                if not (is_read and isinstance(run.wire, DirectSink)):
                     return None
-                keys.setdefault(run.pull.transport, []).append(run.key)
-        wires = self._addressing.transports
-        events = [
-            wire.copied(own) if isinstance(wire := wires[name], DirectSink) else None
-            for name, own in keys.items()
-        ]
+                keys.setdefault(run.wire, []).append(run.key)
+        events = [wire.copied(own) for wire, own in keys.items()]
         found = [event for event in events if event is not None]
         return found if found and len(found) == len(events) else None
 
@@ -301,12 +299,7 @@ class Sink:
                 self._begin(load, peer)
                 return
             # ``want`` may call back before it returns; then there is nothing left to wait for.
-            waiter = self._peers.want(
-                load.order.source,
-                needs_wire=True,
-                ready=partial(self._start, load),
-                failed=partial(self._fail, load, cancel=False),
-            )
+            waiter = self._peers.want(load.order.source, self._on_peer, load, needs_wire=True)
             if load.session is None:
                 load.waiter = waiter
         except Exception as e:  # noqa: BLE001  # the engine waits for the report
@@ -319,6 +312,12 @@ class Sink:
             self._step(load, Abort(Reason.READ_FAILED))
             if not any(run.asked_s for run in load.routes.values()):  # else it has sent Cancels
                 self._keeper.cancel(load.order.source, Reason.READ_FAILED)
+
+    def _on_peer(self, load: SinkLoad, found: Peer | Failure) -> None:
+        if isinstance(found, Failure):
+            self._fail(load, found, cancel=False)
+        else:
+            self._start(load, found)
 
     def _begin(self, load: SinkLoad, peer: Peer) -> None:
         order, load.waiter = load.order, None
@@ -453,8 +452,9 @@ class Sink:
             load.note(str(e))
             self._step(load, ReadFailed(source, Reason.READ_FAILED))
             return
-        made = partial(self._verified, load, ReadCompleted(source, certified, is_verified=True))
-        self._verifier.submit(run.key, cells, seed_of(run.pull.offer.nonce), made)
+        event = ReadCompleted(source, certified, is_verified=True)
+        seed = seed_of(run.pull.offer.nonce)
+        self._verifier.submit(run.key, cells, seed, self._verified, load, event)
 
     def _verified(self, load: SinkLoad, event: ReadCompleted, digests: Digests | None) -> None:
         if digests is None:
@@ -555,7 +555,8 @@ class Sink:
                         return self._read(load, source, token_lo, token_hi)
                 case StopRead(source):
                     run = load.routes[source]
-                    self._wire(run).stop_read(run.key)
+                    if run.wire is not None:
+                        run.wire.stop_read(run.key)
                 case SendRelease(source):
                     return self._release(load, source)
                 case SendCancel(source, reason):
@@ -578,9 +579,8 @@ class Sink:
         self, load: SinkLoad, source: RankId, token_lo: int, token_hi: int
     ) -> SinkEvent | None:
         run = load.routes[source]
-        wire = self._wire(run)
         run.asked_tokens = token_hi
-        if isinstance(wire, DirectSink):  # else the source sends by itself
+        if isinstance(run.wire, DirectSink):  # else the source sends by itself
             request = next_read(run, token_lo, token_hi)
             if request is None:
                 return self._placed(load, source, certified=False)
@@ -588,8 +588,9 @@ class Sink:
                 del self._by_key[run.key]
                 run.key = request.key
                 self._by_key[run.key] = (load, source)
-            wire.submit_read(request)
-        self._send_owed(load, source)
+            run.wire.submit_read(request)
+        if run.owes_pull:
+            self._send_owed(load, source)
         return None
 
     def _ask(self, load: SinkLoad, source: RankId) -> SinkEvent | None:
@@ -597,11 +598,9 @@ class Sink:
             return None
         run, peer = load.routes[source], self._peer(load)
         is_first, run.asked_s = not run.asked_s, self._io.now()
-        if is_first and run.request is not None and run.pull.classes:
-            wire = self._wire(run)
-            assert isinstance(wire, ReceivingSink)  # only a stream's Pull has classes
+        if is_first and run.request is not None and isinstance(run.wire, ReceivingSink):
             # Before the Pull: the first chunks may overtake the Grant.
-            wire.submit_expect(run.request)
+            run.wire.submit_expect(run.request)
         board = _board(run, peer, source)
         posted = board.find(run.pull.offer.nonce) if board is not None else None
         if posted is None or posted.digest not in (None, run.pull.digest):
@@ -614,9 +613,10 @@ class Sink:
     def _release(self, load: SinkLoad, source: RankId) -> SinkEvent | None:
         if not load.is_in(source, RouteState.RELEASING):
             return None
-        self._send_owed(load, source)  # of a null route
         run, peer = load.routes[source], self._peer(load)
         run.asked_s = self._io.now()
+        if run.owes_pull:  # of a null route
+            self._send_owed(load, source)
         board = _board(run, peer, source)
         release = Release(run.pull.offer, run.pull.consumer)
         is_shown = board is not None and board.is_open(run.pull.offer.nonce)
@@ -630,10 +630,9 @@ class Sink:
     def _send_owed(self, load: SinkLoad, source: RankId) -> None:
         """The Pull that the board has answered: behind the read, which need not wait for it."""
         run = load.routes[source]
-        if run.owes_pull:
-            run.owes_pull = False
-            self._peer(load).send_later(source, run.pull)
-            self._ledger.count("board.grants")
+        run.owes_pull = False
+        self._peer(load).send_later(source, run.pull)
+        self._ledger.count("board.grants")
 
     def _report(self, load: SinkLoad, reason: Reason | None) -> None:
         order = load.order
@@ -662,9 +661,6 @@ class Sink:
             done, self._on_idle = self._on_idle, None
             done()
 
-    def _wire(self, run: RouteRun) -> SinkTransport:
-        return self._addressing.transports[run.pull.transport]
-
     def _peer(self, load: SinkLoad) -> Peer:
         assert load.peer is not None  # there since the session is
         return load.peer
@@ -689,7 +685,7 @@ class Sink:
         ends_s = [
             run.progressed_s + self._limit_s(run)
             for source, run in load.routes.items()
-            if session.state_of(source) in _WAITING
+            if load.is_in(source, *_WAITING)
         ]
         self._look_in(load, min([RETRY_S, *(end_s - self._io.now() for end_s in ends_s)]))
 
@@ -729,4 +725,4 @@ class Sink:
 
 def _board(run: RouteRun, peer: Peer, source: RankId) -> BoardView | None:
     """None for a stream: its source certifies each chunk by sending it."""
-    return None if run.pull.classes else peer.board(source)
+    return None if run.pull.classes else peer.boards.get(source)

@@ -13,7 +13,6 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import assert_never
 
 from msgspec import UNSET, UnsetType
@@ -22,18 +21,17 @@ from kvxfer.config import Config
 from kvxfer.connector.board import Ends, Posted
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.given_offer import (
+    Asked,
     Check,
     Early,
     GivenOffer,
     Parked,
     PullRefused,
-    check_same,
-    checked_sides,
+    asked_of,
+    check_open,
     given_cells,
-    may_grow,
     own_ids,
     read_pull,
-    wire_of,
 )
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
@@ -94,6 +92,7 @@ from kvxfer.transfer.wire import (
     Release,
     ToSink,
     Verdict,
+    Verify,
 )
 from kvxfer.transports.base import (
     Packed,
@@ -333,31 +332,36 @@ class Source:
                 if not (is_early and self._parked.park(pull.offer.nonce, identity, pull)):
                     self._refuse(identity, pull, offer, "")
                 return
-            wire = self._read(identity, offer, pull)
+            asked = self._read(identity, offer, pull)
         except PullRefused as e:
             self._refuse(identity, pull, e.reason, str(e))
             return
         offer.identities[pull.consumer] = identity
         if offer.nonce in self._live:
-            offer.pulls[pull.consumer] = pull
-        claim, grows = frozenset(pull.claim), may_grow(pull, self._transports)
-        self._step(offer, PullArrived(pull.consumer, claim, pull.digest, wire, grows))
+            offer.asked[pull.consumer] = asked
+        wire = Wire.DIRECT if asked.stream is None else Wire.STREAM
+        claim = frozenset(pull.claim)
+        self._step(offer, PullArrived(pull.consumer, claim, pull.digest, wire, asked.grows))
         if not self._hears(offer, pull.consumer, identity):
             # Only this Pull is refused: the next one of this rank may be another request's, and may
             # be right.
-            offer.pulls.pop(pull.consumer, None)
+            offer.asked.pop(pull.consumer, None)
 
-    def _read(self, identity: bytes, offer: GivenOffer, pull: Pull) -> Wire:
+    def _read(self, identity: bytes, offer: GivenOffer, pull: Pull) -> Asked:
         """How a Pull will be served; worked out once for each consumer. Raises PullRefused."""
-        if self._is_anothers(offer, pull.consumer, identity):
+        consumer = pull.consumer
+        if self._is_anothers(offer, consumer, identity):
             raise PullRefused(Reason.PLAN, "another connection reads in this name")
-        first = offer.pulls.get(pull.consumer)
+        first = offer.asked.get(consumer)
         if first is not None:
-            check_same(first, pull)
-            return wire_of(pull, self._transports)
+            if first.pull != pull:
+                detail = "pull: expected the first one again, got another"
+                raise PullRefused(Reason.PLAN, detail)
+            return first
+        asked = asked_of(pull, self._rank, self._transports)
         if offer.refuses(pull):
-            return Wire.DIRECT
-        return read_pull(pull, self._resolver, self._transports, offer.num_tokens)
+            return asked  # whatever it asks for
+        return read_pull(asked, self._resolver, self._transports, offer.num_tokens)
 
     def _on_release(self, identity: bytes, release: Release) -> None:
         offer = self._find(release.offer)
@@ -519,18 +523,16 @@ class Source:
         ref = OfferRef(offer.nonce, self._incarnation)
         match action:
             case SendGrant(consumer):
-                pull = offer.pulls.get(consumer)
+                asked = offer.asked.get(consumer)
                 ids: GroupBlockIds = ()
-                if pull is not None and not pull.is_null:
-                    # Only consumers that read the pool themselves need ids
-                    is_direct = wire_of(pull, self._transports) is Wire.DIRECT
-                    ids = self._open_ids(offer) if is_direct else ()
-                is_growing = offer.state is OfferState.PENDING
-                open_tokens = offer.open_tokens if is_growing else UNSET
-                self._tell(
-                    offer, consumer, Grant(ref, consumer, ids, offer.num_tokens, open_tokens)
-                )
-                self._check(offer, consumer)
+                open_tokens = offer.open_tokens
+                # Only consumers that read the pool themselves need ids
+                if asked is not None and asked.stream is None and not asked.pull.is_null:
+                    ids = self._open_ids(offer, open_tokens)
+                told = UNSET if open_tokens == ALL else open_tokens
+                self._tell(offer, consumer, Grant(ref, consumer, ids, offer.num_tokens, told))
+                if asked is not None and not isinstance(asked.pull.verify, UnsetType):
+                    self._check(offer, asked, asked.pull.verify)
             case SendRefuse(consumer, reason):
                 self._ledger.count(f"refused.{reason.value}")
                 detail = ""
@@ -548,20 +550,21 @@ class Source:
             case StartStream(consumer):
                 return self._start_stream(offer, consumer)
             case GrowStream(consumer):
-                key, ids = self._key(offer, consumer), self._open_ids(offer)
-                if key in self._streams:
-                    checked_sides(self._resolver, offer.pulls[consumer], ids, offer.open_tokens)
-                    self._streams[key].transport.grow_send(key, ids, offer.open_tokens)
+                asked, open_tokens = offer.asked[consumer], offer.open_tokens
+                if asked.key in self._streams:
+                    ids = self._open_ids(offer, open_tokens)
+                    check_open(asked, ids, open_tokens)
+                    self._streams[asked.key].transport.grow_send(asked.key, ids, open_tokens)
             case StopStream(consumer):
-                key = self._key(offer, consumer)
+                key = offer.asked[consumer].key
                 if key not in self._streams:  # it has not started, and will not
                     return StreamDrained(consumer)
                 self._streams[key].transport.stop_send(key)
             case SendChunk(consumer, sequence):
-                key = self._key(offer, consumer)
+                key = offer.asked[consumer].key
                 self._streams[key].transport.send_packed(key, sequence)
             case DropChunk(consumer, sequence):
-                key = self._key(offer, consumer)
+                key = offer.asked[consumer].key
                 self._streams[key].transport.drop_packed(key, sequence)
             case FinishedSending(reason):
                 self._finish(offer, reason)
@@ -578,16 +581,17 @@ class Source:
         share = offer.session.snapshot.shares.get(consumer)
         if share is None or share.stream is not StreamState.RUNNING:
             return None  # an earlier stream of this claim failed to start, and took this one along
-        key = self._key(offer, consumer)
+        asked = offer.asked[consumer]
+        pull, key, transport = asked.pull, asked.key, asked.stream
         try:
-            pull = offer.pulls[consumer]
-            transport = self._transports[pull.transport]
-            assert isinstance(transport, SendingSource)
-            block_ids, open_tokens = self._open_ids(offer), offer.open_tokens
+            assert transport is not None
+            open_tokens = offer.open_tokens
+            block_ids = self._open_ids(offer, open_tokens)
+            check_open(asked, block_ids, open_tokens)
             request = SendRequest(
                 key=key,
                 classes=pull.classes,
-                sides=checked_sides(self._resolver, pull, block_ids, open_tokens),
+                sides=asked.sides,
                 block_ids=block_ids,
                 chunk_nbytes=pull.chunk_nbytes,
                 open_tokens=open_tokens,
@@ -606,26 +610,23 @@ class Source:
 
     # -------------------------------------------------- digests for sinks that verify
 
-    def _check(self, offer: GivenOffer, consumer: Consumer) -> None:
+    def _check(self, offer: GivenOffer, asked: Asked, verify: Verify) -> None:
         """Begin to make the digests that a consumer's Pull asks for, beside its read, or the end of
         it: of what is complete.
         """
-        pull = offer.pulls.get(consumer)
-        if pull is None or isinstance(pull.verify, UnsetType):
-            return
+        consumer = asked.pull.consumer
         check = offer.checks.setdefault(consumer, Check())
         if check.is_begun or offer.state is OfferState.PENDING:
             return
         check.is_begun = True
-        made = partial(self._checked, offer, consumer)
         try:
-            cells = given_cells(self._resolver, offer, pull.verify)
+            cells = given_cells(self._resolver, offer, verify)
         except (KvxferError, ValueError) as e:  # the sink gets no digests, and fails its load
             _log.error("request %s: its KV cannot be verified: %s", offer.request_id, e)
-            made(None)
+            self._checked(offer, consumer, None)
             return
-        lane = ("digest", self._key(offer, consumer))
-        self._verifier.submit(lane, cells, seed_of(offer.nonce), made)
+        lane = ("digest", asked.key)
+        self._verifier.submit(lane, cells, seed_of(offer.nonce), self._checked, offer, consumer)
 
     def _checked(self, offer: GivenOffer, consumer: Consumer, digests: Digests | None) -> None:
         check = offer.checks[consumer]
@@ -655,10 +656,6 @@ class Source:
             waiting, check.waiting = check.waiting, []
             for each in waiting:
                 self._complete(offer, each)
-
-    def _key(self, offer: GivenOffer, consumer: Consumer) -> TransferKey:
-        ranks = str(consumer.rank), self._rank
-        return TransferKey(offer.nonce, consumer.incarnation, *ranks)
 
     # -------------------------------------------------- from opening to the end
 
@@ -695,13 +692,11 @@ class Source:
             self._tell_found(identity, find, offer)
         self._look(offer)
 
-    def _open_ids(self, offer: GivenOffer) -> GroupBlockIds:
+    def _open_ids(self, offer: GivenOffer, open_tokens: int) -> GroupBlockIds:
         """The blocks of what is open. Raises ValueError where some are missing."""
-        if offer.open_tokens == ALL:
+        if open_tokens == ALL:
             return offer.block_ids
-        if not offer.open_tokens:
-            return ()
-        return own_ids(offer.block_ids, self._keepings, offer.open_tokens)
+        return own_ids(offer.block_ids, self._keepings, open_tokens) if open_tokens else ()
 
     def _extend(self, offer: GivenOffer, lease_s: float) -> None:
         offer.extend(self._io.now(), min(lease_s, self._config.lease_s), self._config.max_hold_s)
@@ -735,7 +730,7 @@ class Source:
         self._live.pop(offer.nonce, None)
         offer.block_ids = ()
         self.num_held_blocks -= offer.num_held_blocks
-        offer.pulls.clear()  # the session alone answers from now on
+        offer.asked.clear()  # the session alone answers from now on
         offer.speakers.clear()
         offer.finders.clear()
         self._over[offer.nonce] = offer

@@ -28,10 +28,8 @@ TURN_NBYTES = 8 << 20
 """Looked at between two looks at the cancel flag: a millisecond or two on a CPU."""
 
 Digests = tuple[int, ...]
-Done = Callable[[Digests | None], object]
-"""Gets the digest of each region, the classes one after the other; None where there is none."""
-
-Post = Callable[[Done, Digests | None], bool]
+Done = Callable[..., object]
+"""Gets, last, the digest of each region, the classes one after the other; None: there is none."""
 
 _log = logging.getLogger("kvxfer.connector")
 
@@ -39,19 +37,21 @@ _log = logging.getLogger("kvxfer.connector")
 class Verifier:
     """Of one rank. ``post``: has the IO thread call something."""
 
-    def __init__(self, memory: LocalMemory, copy_thread: Copier, post: Post) -> None:
+    def __init__(self, memory: LocalMemory, copy_thread: Copier, post: Callable[..., bool]) -> None:
         self._memory, self._copy_thread, self._post = memory, copy_thread, post
         self._of_thread = threading.local()
 
-    def submit(self, lane: Hashable, cells: Sequence[Cells], seed: int, done: Done) -> None:
-        """Make the digests; ``done`` is called once, later, on the IO thread."""
+    def submit(
+        self, lane: Hashable, cells: Sequence[Cells], seed: int, done: Done, *about: object
+    ) -> None:
+        """Make the digests; ``done(*about, digests)`` is called once, later, on the IO thread."""
         work_nbytes = None  # a thread that waits for a GPU is not the IO thread
         if self._memory.device.type == "cpu":
             num_regions = sum(len(each.names) for each in cells)
             nbytes = sum(each.nbytes for each in cells)
             work_nbytes = work_of(nbytes, num_regions) * WORK
-        pieces = self._pieces(cells, seed)
-        self._copy_thread.submit(_DigestJob(lane, work_nbytes, pieces, self._post, done))
+        job = _DigestJob(lane, work_nbytes, self._pieces(cells, seed), self._post, (done, *about))
+        self._copy_thread.submit(job)
 
     def _digester(self) -> DeviceDigester | None:
         """This thread's, for memory of a GPU."""
@@ -86,8 +86,8 @@ class _DigestJob(CopyJob):
         lane: Hashable,
         work_nbytes: int | None,
         pieces: Iterator[int | Digests],
-        post: Post,
-        done: Done,
+        post: Callable[..., bool],
+        done: tuple[object, ...],
     ) -> None:
         super().__init__(lane, work_nbytes)
         self._pieces, self._post, self._done = pieces, post, done
@@ -108,7 +108,7 @@ class _DigestJob(CopyJob):
         self._pieces = iter(())
         if self.end is CopyEnd.FAILED:
             _log.error("digest of %s: %s", self.lane, self.error)
-        self._post(self._done, self._digests)
+        self._post(*self._done, self._digests)
 
 
 def where_they_differ(

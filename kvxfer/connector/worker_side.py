@@ -10,7 +10,6 @@ are taken back ends at once, in memory that the IO thread and the sinks read
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -20,13 +19,12 @@ import msgspec
 import torch
 
 from kvxfer.config import Config
-from kvxfer.connector.ledger import NONE_FINISHED, Ledger
+from kvxfer.connector.borrower import Borrower
+from kvxfer.connector.ledger import NONE_FINISHED, Finished, Ledger
 from kvxfer.connector.rank_service import LATE_S, RankService
 from kvxfer.connector.records import (
     NO_ORDERS,
-    BlockPlaces,
     ConnectorMetadata,
-    FoundOffer,
     Identity,
     KVConnectorOutput,
     KVConnectorStats,
@@ -46,8 +44,6 @@ HOST = torch.device("cpu")
 _LOOK_S = 0.01
 LOOK_AGAIN_S = 0.0002
 """How soon the engine's thread looks again whether such a load has ended."""
-
-_log = logging.getLogger("kvxfer.connector")
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
@@ -101,21 +97,18 @@ class WorkerConnector:
         self._ledger = Ledger()
         self._gauges: dict[str, float] = {}
         self._service: RankService | None = None
+        self._borrower: Borrower | None = None
+        """Notes loads that are over but not noted yet, so that this step reports them."""
         self._metadata = NO_ORDERS
         self._written: torch.cuda.Event | None = None
         self._begun: IsReady | None = None
         self._ended: ConnectorMetadata | None = None
-        self._incomplete: dict[str, BlockPlaces] = {}
-        self._with_empty_draft: set[str] = set()
-        self._details: dict[str, str] = {}
         self._loading: set[str] = set()
         self._in_step: tuple[str, ...] = ()
         self._near: NearSources = {}
         self._near_news: NearSources | None = None
         self._sending: set[str] = set()
-        self._must_drain = False
         self._finding: set[str] = set()
-        self._found: dict[str, FoundOffer] = {}
 
     # -------------------------------------------------- registration
 
@@ -141,6 +134,7 @@ class WorkerConnector:
             memory,
             can_leave_unhashed=self._can_leave_unhashed,
         )
+        self._borrower = self._service.borrower
 
     def get_handshake_metadata(self) -> RankManifest:
         return self._running().manifest
@@ -167,7 +161,8 @@ class WorkerConnector:
         self._written = record_event(self._device) if metadata.loads else None
         has_cached = metadata.offers and any(offer.open_tokens for offer in metadata.offers)
         self._begun = self._ready_event() if has_cached else None
-        self.handle_preemptions(metadata)
+        if metadata.ended:
+            self.handle_preemptions(metadata)
         if metadata is NO_ORDERS:
             return
         if metadata.manifest is not None:
@@ -190,7 +185,7 @@ class WorkerConnector:
         self._in_step = tuple(load.request_id for load in metadata.loads if load.in_step)
         service, written, begun = self._running(), self._written, self._begun
         copied = service.carry_out(metadata, written, begun, in_step=self._in_step)
-        if copied is None:
+        if copied is None and self._in_step:
             self._settle()
         for event in copied or ():
             torch.cuda.current_stream(self._device).wait_event(event)
@@ -199,10 +194,10 @@ class WorkerConnector:
         """Wait until the loads that are part of this step have ended, with their verdicts. What is
         late is given up; it ends when nothing can write its blocks any more.
         """
-        late_s = time.monotonic() + LATE_S
-        service = self._running() if self._in_step else None
-        while service is not None:
-            service.borrower.look()
+        late_s, service = time.monotonic() + LATE_S, self._running()
+        while True:
+            if self._borrower is not None:
+                self._borrower.look()
             if self._ledger.wait_for_loads(set(self._in_step), LOOK_AGAIN_S):
                 break
             if time.monotonic() > late_s:
@@ -233,65 +228,28 @@ class WorkerConnector:
 
     # -------------------------------------------------- what has ended
 
-    def get_transfer_results(
-        self, finished_req_ids: Iterable[str]
-    ) -> tuple[set[str] | None, set[str] | None, dict[str, str]]:
-        """(finished_sending, finished_recving, why loads failed), each request once; failed
-        ones are among the received, and so are all loads that are part of this step.
+    def collect(self) -> Finished:
+        """What has ended since the last call, each request once; all loads that are part of this
+        step are in it.
         """
-        self._look()
-        self._settle()
+        if self._loading and self._borrower is not None:
+            self._borrower.look()
+        if self._in_step:
+            self._settle()
         finished = self._ledger.take_finished()
-        self._must_drain |= finished.must_drain
-        self._found |= finished.found
-        self._finding.difference_update(finished.found)
-        self._incomplete, self._details, self._with_empty_draft = {}, {}, set()
-        if finished is NONE_FINISHED:
-            return None, None, {}
-        received: set[str] = set()
-        failed: dict[str, str] = {}
-        for report in finished.loads:
-            received.add(report.request_id)
-            if report.reason is not None:
-                failed[report.request_id] = report.reason.value
-                self._details[report.request_id] = report.detail
-                continue
-            if report.incomplete_blocks:
-                self._incomplete[report.request_id] = report.incomplete_blocks
-            if report.has_empty_draft:
-                self._with_empty_draft.add(report.request_id)
-        self._sending -= finished.sent
-        self._loading -= received
-        return set(finished.sent) or None, received or None, failed
+        if finished is not NONE_FINISHED:
+            self._finding.difference_update(finished.found)
+            self._sending -= finished.sent
+            self._loading.difference_update(report.request_id for report in finished.loads)
+        return finished
 
     def get_finished(
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """:meth:`get_transfer_results` without the failures, as older engines call it."""
-        sending, recving, _ = self.get_transfer_results(finished_req_ids)
-        return sending, recving
-
-    def get_incomplete_blocks(self) -> dict[str, BlockPlaces]:
-        """(group, position) of the blocks that loads filled only partly, by request: of those that
-        the last :meth:`get_transfer_results` has returned, each once.
-        """
-        incomplete, self._incomplete = self._incomplete, {}
-        return incomplete
-
-    def get_loads_with_empty_draft(self) -> set[str]:
-        """The good loads among those that the last :meth:`get_transfer_results` has returned whose
-        source has no draft: nothing was written where the draft keeps its KV.
-        """
-        return self._with_empty_draft
-
-    def get_failure_details(self) -> dict[str, str]:
-        details, self._details = self._details, {}
-        return details
-
-    def take_must_drain(self) -> bool:
-        """Was the engine told to drain? Then :meth:`SchedulerConnector.drain` is due."""
-        must_drain, self._must_drain = self._must_drain, False
-        return must_drain
+        """:meth:`collect` as older engines call it."""
+        finished = self.collect()
+        received = {report.request_id for report in finished.loads}
+        return set(finished.sent) or None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Empty: a load fails as a whole and is reported by request."""
@@ -305,10 +263,10 @@ class WorkerConnector:
         if service is None or (stats is None and not service.has_looked):
             return stats
         service.has_looked = False
-        near = service.near()
+        before = self._gauges
+        self._gauges, near = service.stand()
         if near != self._near:
             self._near = self._near_news = near
-        before, self._gauges = self._gauges, service.gauges()
         changed = {place: n for place, n in self._gauges.items() if before.get(place) != n}
         changed |= {place: 0 for place in before if place not in self._gauges}
         if not changed:
@@ -320,27 +278,22 @@ class WorkerConnector:
         near, self._near_news = self._near_news, None
         return near
 
-    def take_found(self) -> dict[str, FoundOffer] | None:
-        """What the last :meth:`get_transfer_results` has found of :class:`FindOffer`."""
-        found, self._found = self._found, {}
-        return found or None
-
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
-        sending, recving, failed = self.get_transfer_results(finished_req_ids)
-        stats, near = self.get_kv_connector_stats(), self.take_near()
-        must_drain, found = self.take_must_drain(), self.take_found()
-        is_empty = sending is None and recving is None and stats is None and near is None
-        if is_empty and not (must_drain or found):
+        finished, stats = self.collect(), self.get_kv_connector_stats()
+        near = self.take_near()
+        if finished is NONE_FINISHED and stats is None and near is None:
             return None
+        failed = {load.request_id: load for load in finished.loads if load.reason is not None}
+        incomplete = {load.request_id: load.incomplete_blocks for load in finished.loads}
         return KVConnectorOutput(
-            finished_sending=sending,
-            finished_recving=recving,
-            failed_recving=failed or None,
-            failure_details=self.get_failure_details() or None,
-            incomplete_blocks=self.get_incomplete_blocks() or None,
+            finished_sending=set(finished.sent) or None,
+            finished_recving={load.request_id for load in finished.loads} or None,
+            failed_recving={name: str(load.reason) for name, load in failed.items()} or None,
+            failure_details={name: load.detail for name, load in failed.items()} or None,
+            incomplete_blocks={name: each for name, each in incomplete.items() if each} or None,
             kv_connector_stats=stats,
-            must_drain=must_drain,
-            found=found,
+            must_drain=finished.must_drain,
+            found=dict(finished.found) or None,
             near={str(self._identity.rank): near} if near is not None else None,
         )
 
@@ -350,7 +303,8 @@ class WorkerConnector:
 
     def wait_for_activity(self, timeout_s: float) -> bool:
         """Sleep until something has ended; False if nothing has after ``timeout_s``."""
-        self._look()
+        if self._loading and self._borrower is not None:
+            self._borrower.look()
         return self._ledger.wait(timeout_s)
 
     def activity_fileno(self) -> int:
@@ -376,15 +330,10 @@ class WorkerConnector:
         return not service.source.num_readable
 
     def shutdown(self) -> None:
-        service, self._service = self._service, None
+        service, self._service, self._borrower = self._service, None, None
         if service is not None:
             service.shutdown()
         self._ledger.close()
-
-    def _look(self) -> None:
-        """Note loads that are over but not noted yet, so that this step reports them."""
-        if self._loading and self._service is not None:
-            self._service.borrower.look()
 
     def _running(self) -> RankService:
         if self._service is None:

@@ -229,16 +229,19 @@ def _meet(
     )
     found: queue.SimpleQueue[Choices | Failure] = queue.SimpleQueue()
 
-    def ready(peer: Peer) -> None:
+    def tell(met: Peer | Failure) -> None:
+        if isinstance(met, Failure):
+            found.put(met)
+            return
         bare = {  # what a trial holds open belongs to the wire by now
             str(rank): replace(choice, trial=replace(choice.trial, held=()))
-            for rank, choice in peer.choices.items()
+            for rank, choice in met.choices.items()
         }
         found.put(bare)
 
     service = _rank(config, me, device)
     try:
-        service.meet(own, source, ready, found.put)
+        service.meet(own, source, tell)
         return found.get(timeout=contact_s(config))
     except queue.Empty:
         return Failure(Reason.DEADLINE, f"{endpoint}: the first contact did not end")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.plan import ALL, Chunk, PullClass
-from kvxfer.transfer.pull import MAX_CHUNK_NBYTES, check_sizes, token_nbytes
+from kvxfer.transfer.pull import MAX_CHUNK_NBYTES, token_nbytes
 
 CHUNK_TOKENS = 512
 """A larger piece of one region gains nothing and costs index arrays, unless all regions of so many
@@ -21,7 +21,8 @@ _MAX_CHUNKS = 1 << 16
 
 
 def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
-    """How many chunks a peer asks for, before any is made; 0 if there is nothing to send.
+    """How many chunks a peer asks for, before any is made; 0 if there is nothing to send. The
+    classes are those that :class:`~kvxfer.transfer.pull.PullResolver` has taken.
 
     Raises ProtocolError for sizes that a source does not serve, those of :func:`num_chunks` and
     chunks under ``_MIN_CHUNK_NBYTES``.
@@ -35,18 +36,20 @@ def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
 
 
 def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
-    """By arithmetic alone: O(classes). Raises ProtocolError for sizes out of bounds."""
-    if not 0 < chunk_nbytes <= MAX_CHUNK_NBYTES:
-        raise ProtocolError(f"chunk_nbytes: expected 1 to {MAX_CHUNK_NBYTES}, got {chunk_nbytes}")
+    """By arithmetic alone: O(classes). Raises ProtocolError for too many."""
     total = 0
     for class_index, wanted in enumerate(classes):
-        check_sizes(f"class {class_index}", wanted)
-        total += _num_class_chunks(wanted, chunk_nbytes)
+        lo, hi, one_nbytes = wanted.token_lo, wanted.token_hi, token_nbytes(wanted)
+        step = _step_tokens(wanted, one_nbytes, chunk_nbytes)
+        # Between the part up to the first cut and that behind the last, all pieces are equal
+        first = min(step - lo % step, hi - lo)
+        num_equal, last = divmod(hi - lo - first, step)
+        for num_tokens, count in ((first, 1), (step, num_equal), (last, 1)):
+            if num_tokens:
+                fit_regions = max(chunk_nbytes // (num_tokens * one_nbytes), 1)
+                total += count * -(-len(wanted.regions) // fit_regions)
         if total > _MAX_CHUNKS:
-            raise ProtocolError(
-                f"class {class_index}: expected at most {_MAX_CHUNKS} chunks, "
-                f"got {total} of {chunk_nbytes} bytes; ask for larger ones"
-            )
+            raise _too_many(class_index, total, chunk_nbytes)
     return total
 
 
@@ -57,60 +60,49 @@ def chunk_list(classes: Sequence[PullClass], chunk_nbytes: int) -> tuple[Chunk, 
     at multiples of it: of all regions as many tokens as fit, or, where these are fewer than 512, of
     512 tokens as many regions as fit.
 
-    Raises ProtocolError for sizes out of bounds, before the first chunk is made.
+    Raises ProtocolError for sizes out of bounds.
     """
-    num_chunks(classes, chunk_nbytes)
+    if not 0 < chunk_nbytes <= MAX_CHUNK_NBYTES:
+        raise ProtocolError(f"chunk_nbytes: expected 1 to {MAX_CHUNK_NBYTES}, got {chunk_nbytes}")
     chunks: list[Chunk] = []
     for class_index, wanted in enumerate(classes):
-        _append_chunks(chunks, class_index, wanted, chunk_nbytes)
+        num_regions, one_nbytes = len(wanted.regions), token_nbytes(wanted)
+        step = _step_tokens(wanted, one_nbytes, chunk_nbytes)
+        token_hi = wanted.token_lo
+        while token_hi < wanted.token_hi:
+            token_lo, token_hi = token_hi, min((token_hi // step + 1) * step, wanted.token_hi)
+            piece_nbytes = (token_hi - token_lo) * one_nbytes
+            fit_regions = max(chunk_nbytes // piece_nbytes, 1)
+            opens_at = ALL if wanted.is_state else wanted.token(token_hi - 1) + 1
+            for region_lo in range(0, num_regions, fit_regions):
+                region_hi = min(region_lo + fit_regions, num_regions)
+                chunks.append(
+                    Chunk(
+                        sequence=len(chunks),
+                        class_index=class_index,
+                        region_lo=region_lo,
+                        region_hi=region_hi,
+                        token_lo=token_lo,
+                        token_hi=token_hi,
+                        nbytes=(region_hi - region_lo) * piece_nbytes,
+                        opens_at=opens_at,
+                    )
+                )
+            if len(chunks) > _MAX_CHUNKS:
+                raise _too_many(class_index, len(chunks), chunk_nbytes)
     return tuple(chunks)
 
 
-def _step_tokens(wanted: PullClass, chunk_nbytes: int) -> int:
+def _too_many(class_index: int, num: int, chunk_nbytes: int) -> ProtocolError:
+    return ProtocolError(
+        f"class {class_index}: expected at most {_MAX_CHUNKS} chunks, "
+        f"got {num} of {chunk_nbytes} bytes; ask for larger ones"
+    )
+
+
+def _step_tokens(wanted: PullClass, one_nbytes: int, chunk_nbytes: int) -> int:
     """Tokens from one cut to the next: whole kernel blocks of the sink, as many as fit."""
-    kernel_tokens, one_nbytes = wanted.order.kernel_tokens, token_nbytes(wanted)
+    kernel_tokens = wanted.order.kernel_tokens
     of_all_regions = chunk_nbytes // (one_nbytes * max(1, len(wanted.regions)))
     fit_tokens = min(max(of_all_regions, CHUNK_TOKENS), chunk_nbytes // one_nbytes)
     return max(fit_tokens // kernel_tokens, 1) * kernel_tokens
-
-
-def _num_class_chunks(wanted: PullClass, chunk_nbytes: int) -> int:
-    """Between the part up to the first cut and that behind the last, all pieces are equal."""
-    lo, hi, one_nbytes = wanted.token_lo, wanted.token_hi, token_nbytes(wanted)
-    step = _step_tokens(wanted, chunk_nbytes)
-    first = min(step - lo % step, hi - lo)
-    num_equal, last = divmod(hi - lo - first, step)
-    total = 0
-    for num_tokens, count in ((first, 1), (step, num_equal), (last, 1)):
-        if num_tokens:
-            fit_regions = max(chunk_nbytes // (num_tokens * one_nbytes), 1)
-            total += count * -(-len(wanted.regions) // fit_regions)
-    return total
-
-
-def _append_chunks(
-    chunks: list[Chunk], class_index: int, wanted: PullClass, chunk_nbytes: int
-) -> None:
-    num_regions, one_token_nbytes = len(wanted.regions), token_nbytes(wanted)
-    step = _step_tokens(wanted, chunk_nbytes)
-    token_lo = wanted.token_lo
-    while token_lo < wanted.token_hi:
-        token_hi = min((token_lo // step + 1) * step, wanted.token_hi)
-        piece_nbytes = (token_hi - token_lo) * one_token_nbytes
-        fit_regions = max(chunk_nbytes // piece_nbytes, 1)
-        opens_at = ALL if wanted.is_state else wanted.token(token_hi - 1) + 1
-        for region_lo in range(0, num_regions, fit_regions):
-            region_hi = min(region_lo + fit_regions, num_regions)
-            chunks.append(
-                Chunk(
-                    sequence=len(chunks),
-                    class_index=class_index,
-                    region_lo=region_lo,
-                    region_hi=region_hi,
-                    token_lo=token_lo,
-                    token_hi=token_hi,
-                    nbytes=(region_hi - region_lo) * piece_nbytes,
-                    opens_at=opens_at,
-                )
-            )
-        token_lo = token_hi

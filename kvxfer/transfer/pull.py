@@ -78,16 +78,18 @@ class PullResolver:
 
     def resolve(self, classes: Sequence[PullClass]) -> tuple[Side, ...]:
         """This rank's side of each. Raises ProtocolError for what it does not give."""
+        like: list[PullClass] = []
         for index, wanted in enumerate(classes):
-            check_sizes(f"class {index}", wanted)
-        found = self._found(
-            tuple(
-                replace(wanted, token_lo=0, token_hi=0, state_of=0 if wanted.is_state else UNSET)
-                for wanted in classes
-            )
-        )
+            problem = _sizes_problem(wanted)
+            if problem is not None:
+                raise ProtocolError(f"class {index}: {problem}")
+            state_of = UNSET if wanted.state_of is UNSET else 0
+            like.append(replace(wanted, token_lo=0, token_hi=0, state_of=state_of))
+        found = self._found(tuple(like))
         for index, ((_, first), wanted) in enumerate(zip(found, classes, strict=True)):
-            _check_tokens(_name(f"class {index}", wanted.regions[0]), first, wanted)
+            problem = _tokens_problem(first, wanted)
+            if problem is not None:
+                raise ProtocolError(f"{_name(f'class {index}', wanted.regions[0])}: {problem}")
         return tuple(side for side, _ in found)
 
     def _find(self, classes: tuple[PullClass, ...]) -> tuple[tuple[Side, Region], ...]:
@@ -209,7 +211,9 @@ def _resolve(
     joined = [_joined(where, regions, asked, name) for name in wanted.regions]
     sides: list[Side] = []
     for name, region in zip(wanted.regions, joined, strict=True):
-        _check_against(_name(where, name), region, wanted)
+        problem = _region_problem(region, wanted)
+        if problem is not None:
+            raise ProtocolError(f"{_name(where, name)}: {problem}")
         if wanted.cast:
             sides.append(_cast_side(_name(where, name), regions, region, wanted))
         else:
@@ -287,129 +291,94 @@ def _joined(
     return joined
 
 
-def check_sizes(where: str, wanted: PullClass) -> None:
+def _sizes_problem(wanted: PullClass) -> str | None:
     """Bounds on everything that is looped over or multiplied, before it is."""
     if not wanted.regions:
-        raise ProtocolError(f"{where}: expected at least one region, got none")
+        return "expected at least one region, got none"
     if not 0 <= wanted.token_lo <= wanted.token_hi <= _MAX_TOKENS:
-        raise ProtocolError(
-            f"{where}: tokens: expected 0 <= lo <= hi <= {_MAX_TOKENS}, "
-            f"got [{wanted.token_lo}, {wanted.token_hi})"
-        )
+        span = f"[{wanted.token_lo}, {wanted.token_hi})"
+        return f"tokens: expected 0 <= lo <= hi <= {_MAX_TOKENS}, got {span}"
     if wanted.head_lo >= wanted.head_hi or wanted.head_lo < 0:
-        raise ProtocolError(
-            f"{where}: heads: expected 0 <= lo < hi, got [{wanted.head_lo}, {wanted.head_hi})"
-        )
+        return f"heads: expected 0 <= lo < hi, got [{wanted.head_lo}, {wanted.head_hi})"
     if wanted.inner_nbytes < 1:
-        raise ProtocolError(f"{where}: inner_nbytes: expected 1 or more, got {wanted.inner_nbytes}")
-    kernel_tokens = wanted.order.kernel_tokens
-    if kernel_tokens < 1 or kernel_tokens * token_nbytes(wanted) > MAX_CHUNK_NBYTES:
-        raise ProtocolError(
-            f"{where}: kernel_tokens: expected 1 or more, of at most {MAX_CHUNK_NBYTES} bytes "
-            f"together, got {kernel_tokens} of {token_nbytes(wanted)} bytes"
+        return f"inner_nbytes: expected 1 or more, got {wanted.inner_nbytes}"
+    kernel_tokens, one_nbytes = wanted.order.kernel_tokens, token_nbytes(wanted)
+    if kernel_tokens < 1 or kernel_tokens * one_nbytes > MAX_CHUNK_NBYTES:
+        return (
+            f"kernel_tokens: expected 1 or more, of at most {MAX_CHUNK_NBYTES} bytes together, got "
+            f"{kernel_tokens} of {one_nbytes} bytes"
         )
-    _check_channels(where, wanted)
-
-
-def _check_channels(where: str, wanted: PullClass) -> None:
     channel_nbytes = wanted.order.channel_nbytes
     if channel_nbytes == 0:
-        return
+        return None
     if not 0 < channel_nbytes < wanted.inner_nbytes or wanted.inner_nbytes % channel_nbytes:
-        raise ProtocolError(
-            f"{where}: channel_nbytes: expected 0 or a divisor of the {wanted.inner_nbytes} inner "
-            f"bytes below them, got {channel_nbytes}"
+        return (
+            f"channel_nbytes: expected 0 or a divisor of the {wanted.inner_nbytes} inner bytes "
+            f"below them, got {channel_nbytes}"
         )
     if wanted.order.token_major:
-        raise ProtocolError(
-            f"{where}: token_major: expected false for channels of {channel_nbytes} bytes, got true"
-        )
-    num_channels = wanted.order.kernel_tokens * token_nbytes(wanted) // channel_nbytes
+        return f"token_major: expected false for channels of {channel_nbytes} bytes, got true"
+    num_channels = kernel_tokens * one_nbytes // channel_nbytes
     if num_channels > _MAX_BLOCK_CHANNELS:
-        raise ProtocolError(
-            f"{where}: channel_nbytes: expected at most {_MAX_BLOCK_CHANNELS} channels in a kernel "
-            f"block, got {num_channels} of {channel_nbytes} bytes"
+        return (
+            f"channel_nbytes: expected at most {_MAX_BLOCK_CHANNELS} channels in a kernel block, "
+            f"got {num_channels} of {channel_nbytes} bytes"
         )
+    return None
 
 
-def _check_against(name: str, region: Region, wanted: PullClass) -> None:
+def _region_problem(region: Region, wanted: PullClass) -> str | None:
+    """Why a region cannot be given as it is wanted."""
     kept = wanted.interleaves[0] if wanted.interleaves else WHOLE
     if kept != region.kept:
-        raise ProtocolError(
-            f"{name}: interleaves: expected {region.kept} of the source, got {kept}"
-        )
-    if wanted.head_lo < region.head_lo or wanted.head_hi > region.head_hi:
-        raise ProtocolError(
-            f"{name}: heads: expected within [{region.head_lo}, {region.head_hi}), "
-            f"got [{wanted.head_lo}, {wanted.head_hi})"
-        )
+        return f"interleaves: expected {region.kept} of the source, got {kept}"
+    heads, held = (wanted.head_lo, wanted.head_hi), (region.head_lo, region.head_hi)
+    if heads[0] < held[0] or heads[1] > held[1]:
+        return f"heads: expected within [{held[0]}, {held[1]}), got [{heads[0]}, {heads[1]})"
     inner_nbytes = region.inner_nbytes
     if wanted.cast and region.elements:
         inner_nbytes = cast_nbytes(region.elements, inner_nbytes, wanted.cast.dtype)
     if wanted.inner_nbytes != inner_nbytes:
-        raise ProtocolError(
-            f"{name}: inner_nbytes: expected {inner_nbytes}, got {wanted.inner_nbytes}"
-        )
-    channel_nbytes = wanted.order.channel_nbytes
+        return f"inner_nbytes: expected {inner_nbytes}, got {wanted.inner_nbytes}"
+    channel_nbytes, whole = wanted.order.channel_nbytes, "opaque blocks move whole: expected"
     if channel_nbytes and region.interior is not Interior.PLAIN:
-        raise ProtocolError(
-            f"{name}: opaque blocks move whole: expected no channels, got some of {channel_nbytes} "
-            "bytes"
-        )
+        return f"{whole} no channels, got some of {channel_nbytes} bytes"
     if channel_nbytes and region.has_channels_apart and channel_nbytes != region.channel_nbytes:
-        raise ProtocolError(
-            f"{name}: channel_nbytes: expected {region.channel_nbytes}, got {channel_nbytes}"
-        )
+        return f"channel_nbytes: expected {region.channel_nbytes}, got {channel_nbytes}"
     if region.interior is Interior.PLAIN:
-        return
+        return None
     if wanted.interleaves and wanted.interleaves[1] != region.kept:
-        raise ProtocolError(
-            f"{name}: opaque blocks move whole: expected {region.kept} of the sink, got "
-            f"{wanted.interleaves[1]}"
-        )
-    heads = (wanted.head_lo, wanted.head_hi)
-    if heads != (region.head_lo, region.head_hi):
-        raise ProtocolError(f"{name}: opaque blocks move whole: expected all heads, got {heads}")
-    kernel_tokens = region.kernel_cells
-    if wanted.order.kernel_tokens != kernel_tokens:
-        raise ProtocolError(
-            f"{name}: opaque blocks move whole: expected kernel blocks of {kernel_tokens} tokens, "
-            f"got {wanted.order.kernel_tokens}"
-        )
+        return f"{whole} {region.kept} of the sink, got {wanted.interleaves[1]}"
+    if heads != held:
+        return f"{whole} all heads, got {heads}"
+    if wanted.order.kernel_tokens != region.kernel_cells:
+        got = wanted.order.kernel_tokens
+        return f"{whole} kernel blocks of {region.kernel_cells} tokens, got {got}"
+    return None
 
 
-def _check_tokens(name: str, region: Region, wanted: PullClass) -> None:
-    """Against one region of the class: all have blocks of one size, and as many."""
-    if region.is_state != wanted.is_state:
-        kept, asked = (
-            "a state" if each else "tokens" for each in (region.is_state, wanted.is_state)
-        )
-        raise ProtocolError(f"{name}: expected to be asked for {kept}, got {asked}")
-    if region.is_state and (wanted.token_lo, wanted.token_hi) not in (
-        (0, 0),
-        (0, region.block_tokens),
-    ):
-        raise ProtocolError(
-            f"{name}: states move whole: expected steps [0, {region.block_tokens}), got "
-            f"[{wanted.token_lo}, {wanted.token_hi})"
-        )
+def _tokens_problem(region: Region, wanted: PullClass) -> str | None:
+    """What is wrong with the tokens that a class asks for, by one of its regions: all have blocks
+    of one size, and as many.
+    """
+    block_tokens, is_state = region.block_tokens, region.is_state
+    span, steps = f"[{wanted.token_lo}, {wanted.token_hi})", (wanted.token_lo, wanted.token_hi)
+    if is_state != (wanted.state_of is not UNSET):
+        kept = ("tokens", "a state") if wanted.is_state else ("a state", "tokens")
+        return f"expected to be asked for {kept[0]}, got {kept[1]}"
+    if is_state and steps not in ((0, 0), (0, block_tokens)):
+        return f"states move whole: expected steps [0, {block_tokens}), got {span}"
     if region.cell_tokens != wanted.cell_tokens:
-        shared = [each.cell_tokens or 1 for each in (region, wanted)]
-        raise ProtocolError(
-            f"{name}: cell_tokens: expected {shared[0]} tokens to share a cell, got {shared[1]}"
-        )
-    num_tokens = wanted.token_hi - wanted.token_lo
+        cells = [each.cell_tokens or 1 for each in (region, wanted)]
+        return f"cell_tokens: expected {cells[0]} tokens to share a cell, got {cells[1]}"
     pool_tokens = region.num_blocks * region.block_cells
-    if num_tokens > pool_tokens:
-        raise ProtocolError(
-            f"{name}: tokens: expected at most the pool's {pool_tokens}, got {num_tokens}"
-        )
-    is_cut = wanted.token_lo % region.block_tokens or wanted.token_hi % region.block_tokens
+    if wanted.token_hi - wanted.token_lo > pool_tokens:
+        got = wanted.token_hi - wanted.token_lo
+        return f"tokens: expected at most the pool's {pool_tokens}, got {got}"
+    is_cut = wanted.token_lo % block_tokens or wanted.token_hi % block_tokens
     if region.interior is not Interior.PLAIN and is_cut:
-        raise ProtocolError(
-            f"{name}: opaque blocks move whole: expected multiples of {region.block_tokens} "
-            f"tokens, got [{wanted.token_lo}, {wanted.token_hi})"
-        )
+        return f"opaque blocks move whole: expected multiples of {block_tokens} tokens, got {span}"
+    return None
 
 
 def token_nbytes(wanted: PullClass) -> int:

@@ -67,10 +67,6 @@ class LoadSnapshot(msgspec.Struct, frozen=True):
     failure: Reason | None = None
     is_finished: bool = False
 
-    def with_state(self, source: RankId, state: RouteState) -> LoadSnapshot:
-        routes = [replace(r, state=state) if r.source == source else r for r in self.routes]
-        return replace(self, routes=tuple(routes))
-
     def with_route(self, route: RouteRecord) -> LoadSnapshot:
         """In the place of the one of the same source rank."""
         routes = [route if r.source == route.source else r for r in self.routes]
@@ -82,12 +78,12 @@ Handler = Callable[[LoadSnapshot, RouteRecord, Any], Step]
 
 
 def _ask(load: LoadSnapshot, route: RouteRecord, _: session.Start) -> Step:
-    return load.with_state(route.source, RouteState.ASKED), [session.SendPull(route.source)]
+    return load.with_route(replace(route, state=RouteState.ASKED)), [session.SendPull(route.source)]
 
 
 def _read(load: LoadSnapshot, route: RouteRecord, event: session.GrantArrived) -> Step:
     if route.is_null:
-        return load.with_state(route.source, RouteState.RELEASING), [
+        return load.with_route(replace(route, state=RouteState.RELEASING)), [
             session.SendRelease(route.source)
         ]
     return _read_open(load, route, event.open_tokens, is_busy=False)
@@ -124,15 +120,17 @@ def _complete_early(load: LoadSnapshot, route: RouteRecord, event: session.ReadC
 
 def _complete(load: LoadSnapshot, route: RouteRecord, event: session.ReadCompleted) -> Step:
     if event.certified and not event.is_verified:
-        return load.with_state(route.source, RouteState.VALID), []
+        return load.with_route(replace(route, state=RouteState.VALID)), []
     if not event.certified and route.asked_tokens < ALL:
         return _read_open(load, route, route.open_tokens, is_busy=False)
-    return load.with_state(route.source, RouteState.RELEASING), [session.SendRelease(route.source)]
+    return load.with_route(replace(route, state=RouteState.RELEASING)), [
+        session.SendRelease(route.source)
+    ]
 
 
 def _verdict(load: LoadSnapshot, route: RouteRecord, event: session.VerdictArrived) -> Step:
     if event.valid:
-        return load.with_state(route.source, RouteState.VALID), []
+        return load.with_route(replace(route, state=RouteState.VALID)), []
     return _fail(load, event.reason or Reason.ENDED)
 
 
@@ -156,9 +154,8 @@ def _fail(load: LoadSnapshot, reason: Reason) -> Step:
             continue
         # ASKED is stopped like READING: on stream wires chunks may have overtaken the Grant.
         may_write = route.state in (RouteState.ASKED, RouteState.READING) and not route.is_null
-        load = load.with_state(
-            route.source, RouteState.DRAINING if may_write else RouteState.FAILED
-        )
+        state = RouteState.DRAINING if may_write else RouteState.FAILED
+        load = load.with_route(replace(route, state=state))
         if may_write:
             actions.append(session.StopRead(route.source))
     if load.failure is None:
@@ -188,7 +185,9 @@ def _read_failed(load: LoadSnapshot, route: RouteRecord, event: session.ReadFail
     # This route has nothing left to drain, but its source still gets the Cancel.
     load, actions = _fail(load, event.reason)
     stop = session.StopRead(route.source)
-    return load.with_state(route.source, RouteState.FAILED), [a for a in actions if a != stop]
+    return load.with_route(replace(route, state=RouteState.FAILED)), [
+        a for a in actions if a != stop
+    ]
 
 
 def _drained(
@@ -196,7 +195,7 @@ def _drained(
     route: RouteRecord,
     _: session.ReadDrained | session.ReadFailed | session.ReadCompleted,
 ) -> Step:
-    return load.with_state(route.source, RouteState.FAILED), []
+    return load.with_route(replace(route, state=RouteState.FAILED)), []
 
 
 def _ignore(load: LoadSnapshot, _: RouteRecord, __: SinkEvent) -> Step:
@@ -275,17 +274,6 @@ class LoadSession:
             tuple(RouteRecord(source, source in null) for source in routes)
         )
 
-    def state_of(self, source: RankId) -> RouteState:
-        """Raises ProtocolError for a source rank that is no route."""
-        return self._route(self.snapshot, source).state
-
-    def _route(self, load: LoadSnapshot, source: RankId) -> RouteRecord:
-        for route in load.routes:
-            if route.source == source:
-                return route
-        names = [str(route.source) for route in load.routes]
-        raise ProtocolError(f"load: expected a source rank among {names}, got {source}")
-
     def step(self, event: SinkEvent) -> list[SinkAction]:
         """Take one event; return what to do, in order. Raises ProtocolError, changing nothing.
 
@@ -299,7 +287,10 @@ class LoadSession:
             sources = [event.source]
         actions: list[SinkAction] = []
         for source in sources:
-            route = self._route(load, source)
+            route = next((route for route in load.routes if route.source == source), None)
+            if route is None:
+                names = [str(route.source) for route in load.routes]
+                raise ProtocolError(f"load: expected a source rank among {names}, got {source}")
             handler = self.table.get((route.state, type(event)))
             if handler is None:
                 raise ProtocolError(

@@ -86,10 +86,9 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
+class Claim:
     """``waiting``: ranks without a valid verdict; none are left when the claim is complete."""
 
-    incarnation: bytes
     ranks: frozenset[RankId]
     waiting: frozenset[RankId]
 
@@ -99,17 +98,11 @@ class _Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """A sink engine life whose claim was dropped, or that cancelled before it had one."""
-
-    incarnation: bytes
-    reason: Reason
-
-
-@dataclass(frozen=True, slots=True)
 class OfferSnapshot:
     """Everything an :class:`OfferSession` knows; immutable and hashable. ``reason``: why it is
-    BROKEN. ``open_tokens``: that can be read while it is PENDING.
+    BROKEN. ``open_tokens``: that can be read while it is PENDING. ``claims``: by sink engine life;
+    ``gone``: why such a life may not read any more, because its claim was dropped, or it cancelled
+    before it had one.
 
     The mappings are never changed, only replaced; what they hold is compared, and left out of the
     hash.
@@ -120,46 +113,32 @@ class OfferSnapshot:
     state: OfferState = OfferState.PENDING
     reason: Reason | None = None
     parked: Mapping[Consumer, session.PullArrived] = field(default_factory=dict, hash=False)
-    claims: tuple[_Claim, ...] = ()
-    gone: tuple[Gone, ...] = ()
+    claims: Mapping[bytes, Claim] = field(default_factory=dict, hash=False)
+    gone: Mapping[bytes, Reason] = field(default_factory=dict, hash=False)
     shares: Mapping[Consumer, Share] = field(default_factory=dict, hash=False)
     is_finished: bool = False
     open_tokens: int = 0
 
-    def claim(self, incarnation: bytes) -> _Claim | None:
-        return next((c for c in self.claims if c.incarnation == incarnation), None)
-
-    def gone_reason(self, incarnation: bytes) -> Reason | None:
-        """Why this sink engine may not read any more; None if it may."""
-        return next((g.reason for g in self.gone if g.incarnation == incarnation), None)
-
-    @property
-    def has_room_for_life(self) -> bool:
-        """One more sink engine may claim, or cancel. Once False it stays so: a claim that is
-        dropped is gone, and still counts.
-        """
-        return len(self.claims) + len(self.gone) < MAX_LIVES
-
-    def has_room_for_ranks(self, num_ranks: int) -> bool:
-        """So many consumers may be added. A rank that was granted and whose claim lives is counted
+    def has_room_for(self, num_ranks: int) -> bool:
+        """One more sink engine may claim with so many consumers, or cancel: 0. A claim that is
+        dropped is gone, and still counts. A rank that was granted and whose claim lives is counted
         twice, which only makes the room smaller.
         """
-        num_claimed = sum(len(claim.ranks) for claim in self.claims)
-        return len(self.shares) + num_claimed + num_ranks <= _MAX_CONSUMERS
+        num_claimed = sum(len(claim.ranks) for claim in self.claims.values())
+        has_room = len(self.shares) + num_claimed + num_ranks <= _MAX_CONSUMERS
+        return len(self.claims) + len(self.gone) < MAX_LIVES and (has_room or not num_ranks)
 
     def with_share(self, share: Share) -> OfferSnapshot:
         return replace(self, shares={**self.shares, share.consumer: share})
 
     def with_valid(self, consumer: Consumer) -> OfferSnapshot:
         """A copy in which a consumer that has a share has its valid verdict."""
-        claims = tuple(
-            replace(claim, waiting=claim.waiting - {consumer.rank})
-            if claim.incarnation == consumer.incarnation
-            else claim
-            for claim in self.claims
-        )
-        share = replace(self.shares[consumer], is_valid=True)
-        return replace(self.with_share(share), claims=claims)
+        offer = self.with_share(replace(self.shares[consumer], is_valid=True))
+        claim = self.claims.get(consumer.incarnation)
+        if claim is None:
+            return offer
+        claim = replace(claim, waiting=claim.waiting - {consumer.rank})
+        return replace(offer, claims={**self.claims, consumer.incarnation: claim})
 
 
 Step = tuple[OfferSnapshot, list[SourceAction]]
@@ -172,26 +151,24 @@ Handler = Callable[[OfferSnapshot, Any], Step]
 def _refusal(offer: OfferSnapshot, pull: session.PullArrived) -> Reason | None:
     """Why this Pull cannot be served in PENDING or OPEN; None if it can."""
     consumer = pull.consumer
-    gone = offer.gone_reason(consumer.incarnation)
-    if gone is not None:
-        return gone
+    if consumer.incarnation in offer.gone:
+        return offer.gone[consumer.incarnation]
     if offer.digest is not None and pull.digest != offer.digest:
         return Reason.TOKENS
     if consumer.rank not in pull.claim:
         return Reason.PLAN
-    claim = offer.claim(consumer.incarnation)
+    claim = offer.claims.get(consumer.incarnation)
     if claim is not None:
         return None if claim.ranks == pull.claim else Reason.PLAN
-    has_room = offer.has_room_for_life and offer.has_room_for_ranks(len(pull.claim))
-    return None if has_room else Reason.PLAN
+    return None if offer.has_room_for(len(pull.claim)) else Reason.PLAN
 
 
 def _with_claim(offer: OfferSnapshot, pull: session.PullArrived) -> OfferSnapshot:
     incarnation = pull.consumer.incarnation
-    if offer.claim(incarnation) is not None:
+    if incarnation in offer.claims:
         return offer
-    claim = _Claim(incarnation, ranks=pull.claim, waiting=pull.claim)
-    return replace(offer, claims=(*offer.claims, claim))
+    claim = Claim(ranks=pull.claim, waiting=pull.claim)
+    return replace(offer, claims={**offer.claims, incarnation: claim})
 
 
 def _park(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
@@ -203,9 +180,9 @@ def _park(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
     if pull.consumer in offer.parked:
         return offer, []
     offer = _with_claim(offer, pull)
-    claim = offer.claim(pull.consumer.incarnation)
-    if claim is not None:  # one set for all its ranks: 4096 sets of 4096 would be a gigabyte
-        pull = msgspec.structs.replace(pull, claim=claim.ranks)
+    # One set for all its ranks: 4096 sets of 4096 would be a gigabyte
+    claim = offer.claims[pull.consumer.incarnation].ranks
+    pull = msgspec.structs.replace(pull, claim=claim)
     return replace(offer, parked={**offer.parked, pull.consumer: pull}), []
 
 
@@ -254,7 +231,7 @@ def _reading(offer: OfferSnapshot) -> list[Share]:
     return [
         share
         for share in offer.shares.values()
-        if not share.is_valid and offer.gone_reason(share.consumer.incarnation) is None
+        if not share.is_valid and share.consumer.incarnation not in offer.gone
     ]
 
 
@@ -274,7 +251,7 @@ def _pull_late(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
 
 def _invalid(offer: OfferSnapshot, consumer: Consumer, otherwise: Reason) -> Step:
     """Answer no, because its engine is gone, or for another reason. Nothing is recorded."""
-    reason = offer.gone_reason(consumer.incarnation) or otherwise
+    reason = offer.gone.get(consumer.incarnation, otherwise)
     return offer, [session.SendVerdict(consumer, False, reason)]
 
 
@@ -282,22 +259,17 @@ def _release(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
     consumer = event.consumer
     share = offer.shares.get(consumer)
     if share is None:
-        return _release_unasked(offer, event)
+        return _invalid(offer, consumer, Reason.PLAN)
     if share.is_valid:
         return offer, [session.SendVerdict(consumer, True, None)]
-    gone = offer.gone_reason(consumer.incarnation)
-    if gone is not None:
-        return offer, [session.SendVerdict(consumer, False, gone)]
+    if consumer.incarnation in offer.gone:
+        return _invalid(offer, consumer, Reason.ENDED)
     if share.stream is StreamState.RUNNING:
         raise ProtocolError(
             f"offer {offer.nonce.hex()}: expected no Release from {consumer.rank} while its stream "
             "runs, got one"
         )
     return _settle(offer.with_valid(consumer)), [session.SendVerdict(consumer, True, None)]
-
-
-def _release_unasked(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
-    return _invalid(offer, event.consumer, Reason.PLAN)
 
 
 def _release_late(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
@@ -314,7 +286,7 @@ def _settle(offer: OfferSnapshot) -> OfferSnapshot:
     """DONE when there is a claim and every claim is complete."""
     if offer.state is not OfferState.OPEN or not offer.claims:
         return offer
-    is_done = all(claim.is_complete for claim in offer.claims)
+    is_done = all(claim.is_complete for claim in offer.claims.values())
     return replace(offer, state=OfferState.DONE) if is_done else offer
 
 
@@ -337,21 +309,21 @@ def _dismiss(offer: OfferSnapshot, incarnations: frozenset[bytes], reason: Reaso
 
 
 def _drop_claim(offer: OfferSnapshot, incarnation: bytes, reason: Reason) -> Step:
-    if offer.gone_reason(incarnation) is not None:
+    if incarnation in offer.gone:
         return offer, []
-    if offer.claim(incarnation) is None and not offer.has_room_for_life:
+    if incarnation not in offer.claims and not offer.has_room_for(0):
         # Nothing to drop, and no claim of it will be taken: there is no room for that either.
         return offer, []
     offer, actions = _dismiss(offer, frozenset({incarnation}), reason)
-    claims = tuple(claim for claim in offer.claims if claim.incarnation != incarnation)
-    return replace(offer, claims=claims, gone=(*offer.gone, Gone(incarnation, reason))), actions
+    claims = {life: claim for life, claim in offer.claims.items() if life != incarnation}
+    return replace(offer, claims=claims, gone={**offer.gone, incarnation: reason}), actions
 
 
 def knows_tokens(offer: OfferSnapshot, incarnation: bytes, digest: bytes) -> bool:
     """Whether a sink engine has been granted the offer, or would be: it has a claim, or says the
     offer's digest. The nonce alone proves nothing; routers and logs see it.
     """
-    return offer.claim(incarnation) is not None or offer.digest in (None, digest)
+    return incarnation in offer.claims or offer.digest in (None, digest)
 
 
 def _cancel(offer: OfferSnapshot, event: session.CancelArrived) -> Step:
@@ -364,7 +336,7 @@ def _cancel(offer: OfferSnapshot, event: session.CancelArrived) -> Step:
 
 
 def _lose(offer: OfferSnapshot, event: session.ClaimantLost) -> Step:
-    claim = offer.claim(event.incarnation)
+    claim = offer.claims.get(event.incarnation)
     if claim is None or claim.is_complete:
         return offer, []
     offer, actions = _drop_claim(offer, event.incarnation, Reason.PEER_LOST)
@@ -372,8 +344,7 @@ def _lose(offer: OfferSnapshot, event: session.ClaimantLost) -> Step:
 
 
 def _break(offer: OfferSnapshot, event: session.Break) -> Step:
-    incarnations = frozenset(claim.incarnation for claim in offer.claims)
-    offer, actions = _dismiss(offer, incarnations, event.reason)
+    offer, actions = _dismiss(offer, frozenset(offer.claims), event.reason)
     return replace(offer, state=OfferState.BROKEN, reason=event.reason), actions
 
 
@@ -496,7 +467,8 @@ class OfferSession:
     @property
     def claimants(self) -> tuple[bytes, ...]:
         """The sink engine lives with a live claim that is not complete: whose silence matters."""
-        return tuple(c.incarnation for c in self.snapshot.claims if not c.is_complete)
+        claims = self.snapshot.claims.items()
+        return tuple(life for life, claim in claims if not claim.is_complete)
 
     def serves(self, consumer: Consumer) -> bool:
         """Its Pull was granted, or waits for the offer to open."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -313,21 +314,16 @@ def encode(message: ToSource | ToSink) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_to_source(frame: bytes | memoryview) -> ToSource:
-    """Parse a frame that came to a source. Raises ProtocolError with the path of what is wrong."""
-    return _decode(_to_source, frame)
-
-
-def decode_to_sink(frame: bytes | memoryview) -> ToSink:
-    """Parse a frame that came to a sink. Raises ProtocolError with the path of what is wrong."""
-    return _decode(_to_sink, frame)
-
-
 def _decode(decoder: msgspec.msgpack.Decoder[_Union], frame: bytes | memoryview) -> _Union:
+    """Parse a frame. Raises ProtocolError with the path of what is wrong."""
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ProtocolError(f"control frame: {e}") from e
+
+
+decode_to_source = partial(_decode, _to_source)
+decode_to_sink = partial(_decode, _to_sink)
 
 
 def is_addressed_to(message: Grant | Refuse | Verdict | Broken, consumer: Consumer) -> bool:

@@ -73,7 +73,7 @@ def a_read_needs_no_verdict() -> None:
     """The sink takes what it has read, and tells the source."""
 
     def complete(load: Any, route: Any, _: object) -> Any:
-        load = load.with_state(route.source, session.RouteState.VALID)
+        load = load.with_route(msgspec.structs.replace(route, state=session.RouteState.VALID))
         return load, [session.SendRelease(route.source)]
 
     _swap(sink_session.LoadSession, sink_session._complete, complete)
@@ -87,7 +87,9 @@ def an_abort_does_not_wait_for_the_copy() -> None:
         load, actions = fail(load, reason)
         for route in load.routes:
             if route.state is session.RouteState.DRAINING:
-                load = load.with_state(route.source, session.RouteState.FAILED)
+                load = load.with_route(
+                    msgspec.structs.replace(route, state=session.RouteState.FAILED)
+                )
         return load, [a for a in actions if not isinstance(a, session.StopRead)]
 
     sink_session._fail = at_once

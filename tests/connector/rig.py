@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -173,11 +174,14 @@ class Engine:
 
     def collect(self) -> None:
         for worker, results in zip(self.workers, self.results, strict=True):
-            sending, recving, failed = worker.get_transfer_results(())
-            results.sent += sorted(sending or ())
-            results.received += sorted(recving or ())
-            results.failed |= failed
-            results.incomplete |= worker.get_incomplete_blocks()
+            finished = worker.collect()
+            results.sent += sorted(finished.sent)
+            for report in sorted(finished.loads, key=attrgetter("request_id")):
+                results.received.append(report.request_id)
+                if report.reason is not None:
+                    results.failed[report.request_id] = report.reason
+                elif report.incomplete_blocks:
+                    results.incomplete[report.request_id] = report.incomplete_blocks
 
     def take_stats(self) -> KVConnectorStats:
         """All ranks', since the start."""
@@ -455,7 +459,7 @@ def given_offer(source: Engine, nonce: bytes) -> GivenOffer | None:
 def num_pulls(source: Engine, nonce: bytes) -> int:
     """Of this offer, which have come; nothing tells of those that are parked."""
     offer = given_offer(source, nonce)
-    return len(offer.pulls) if offer is not None else 0
+    return len(offer.asked) if offer is not None else 0
 
 
 def backlogs_of(engine: Engine) -> list[Backlog]:

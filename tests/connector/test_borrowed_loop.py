@@ -22,7 +22,7 @@ def test_a_borrower_takes_its_place_and_leaves_the_rest_to_it(io: IoThread) -> N
     seen: list[tuple[str, bool]] = []
 
     def note(what: str) -> None:
-        seen.append((what, threading.current_thread() is io._thread))
+        seen.append((what, threading.current_thread().name == "io"))
 
     io.start()
     asleep(io)

@@ -32,8 +32,8 @@ def test_a_message_that_the_other_side_would_refuse_is_not_sent() -> None:
             Ledger(),
             f"tcp://127.0.0.1:{free_port()}",
             None,
-            lambda message: None,
-            lambda detail: None,
+            lambda endpoint, message: None,
+            lambda endpoint, detail: None,
         )
         client.send(Ping())
         with pytest.raises(ProtocolError, match=r"Keep: expected at most 1000 bytes, got 1\d{3};"):

@@ -153,8 +153,8 @@ class Link:
         ledger: Ledger,
         endpoint: str,
         server_key: str | None,
-        on_message: Callable[[Any], None],
-        on_gone: Callable[[str], None],
+        on_message: Callable[[str, Any], None],
+        on_gone: Callable[[str, str], None],
     ) -> None:
         self.dealer = SimpleNamespace(problem="", is_refused=False)
         self.world = io
@@ -177,30 +177,24 @@ class Link:
 
     def _lose(self) -> None:
         if not self.is_closed:
-            self.on_gone("")
+            self.on_gone(self.endpoint, "")
 
     def _answer(self) -> None:
         if self.is_closed:
             return
         if self.endpoint in self.world.unready:
             self.world.unready.remove(self.endpoint)
-            self.on_message(NotReady())
+            self.on_message(self.endpoint, NotReady())
             return
         manifest = self.world.answers[self.endpoint]
         own = tuple(e for e in manifest.ranks if e.control_endpoint == self.endpoint)
         self.world.said += own
         if self.endpoint not in self.world.doors:
             manifest = replace(manifest, ranks=own)
-        self.on_message(Manifest(manifest))
+        self.on_message(self.endpoint, Manifest(manifest))
 
 
-def trial(
-    around: Surroundings,
-    routes: list[tuple[Any, RankManifest]],
-    until_s: float,
-    done: Callable[[Peer, Any], object],
-    peer: Peer,
-) -> None:
+def trial(around: Surroundings, peer: Peer, done: Callable[[Peer, Any], object]) -> None:
     """Every wire works, at some later time."""
     choice = SimpleNamespace(
         transport="made up",
@@ -210,7 +204,7 @@ def trial(
         reasons={},
     )
     world = cast(World, around.io)
-    choices = {entry.rank: choice for _, entry in routes}
+    choices = {route.source_rank: choice for route in peer.routes if not route.is_null}
     if world.trials_take_time:
         world.may_happen(next(world.keys), partial(done, peer, choices))
     else:
@@ -231,8 +225,7 @@ class Contact:
         )
 
     def want(self) -> None:
-        note = self.outcomes.append
-        self.peers.want(self.source, needs_wire=True, ready=note, failed=note)
+        self.peers.want(self.source, self.outcomes.append, needs_wire=True)
 
     @property
     def is_ready(self) -> bool:

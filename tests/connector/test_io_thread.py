@@ -37,7 +37,7 @@ def test_posted_work_runs_in_order_on_the_thread(io: IoThread) -> None:
     until(lambda: len(seen) == 100)
     assert seen == list(range(100))
     where: list[bool] = []
-    io.post(lambda: where.append(threading.current_thread() is io._thread))
+    io.post(lambda: where.append(threading.current_thread().name == "io"))
     until(lambda: where)
     assert where == [True]
 

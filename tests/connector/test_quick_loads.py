@@ -311,7 +311,9 @@ def test_wires_without_loads_are_not_looked_at(watch: Watch) -> None:
     with source, sink:
         two = Two(source, sink)
         vars(two.io)["borrow"] = lambda: pytest.fail("nothing is on its way")
-        service_of(sink).borrower.look()
+        borrower = service_of(sink).borrower
+        assert borrower is not None
+        borrower.look()
 
 
 def test_an_offer_that_no_board_shows_is_asked_for_by_the_io_thread(watch: Watch) -> None:

@@ -319,7 +319,7 @@ def test_who_knows_only_the_nonce_changes_nothing_and_leaves_nothing(is_over: bo
             dealer.send(encode(Keep((ref.offer,), life, 86400.0, {ref.offer.nonce: b"guessed"})))
         dealer.send(encode(Ping()))
         assert isinstance(_answer(dealer), Pong)
-        assert (offer.heard_s, offer.identities, offer.session.snapshot.gone) == ({}, {}, ())
+        assert (offer.heard_s, offer.identities, offer.session.snapshot.gone) == ({}, {}, {})
         assert offer.lease_until_s == lease_until_s
         assert source.sent("p") == is_over
         counts = source.take_stats().counts

@@ -19,7 +19,7 @@ from kvxfer.connector.loads import DISTRUST_S, StepLoads
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
 from kvxfer.connector.sink import Sink
 from kvxfer.tensors.strided_copy import strided_copy
-from kvxfer.transfer.wire import OfferRef
+from kvxfer.transfer.wire import OfferRef, Reason
 from kvxfer.transports import shm_direct
 from tests.builders import EngineShape
 from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, until
@@ -163,7 +163,7 @@ def order(name: str, ref: SourceRef) -> NewLoad:
 
 def step(
     sink: Engine, *loads: NewLoad, compute: Callable[[], None] = lambda: None
-) -> list[dict[str, str | None]]:
+) -> list[dict[str, Reason | None]]:
     """One step of every rank, with what it reports: of each load why it failed, or None."""
     metadata = ConnectorMetadata(loads=loads)
     for worker in sink.workers:
@@ -173,9 +173,8 @@ def step(
     reported = []
     for worker in sink.workers:
         worker.wait_for_save()
-        _, received, failed = worker.get_transfer_results(())
+        reported.append({load.request_id: load.reason for load in worker.collect().loads})
         worker.clear_connector_metadata()
-        reported.append({name: failed.get(name) for name in received or ()})
     return reported
 
 

@@ -409,9 +409,10 @@ class Held(Verifier):
         super().__init__(*args)
         self.kept, self.dones = [], []
 
-    def submit(self, lane: Any, cells: Any, seed: Any, done: Any) -> None:
-        self.dones.append(done)
-        super().submit(lane, cells, seed, lambda digests: self.kept.append(lambda: done(digests)))
+    def submit(self, lane: Any, cells: Any, seed: Any, done: Any, *about: Any) -> None:
+        told = partial(done, *about)
+        self.dones.append(told)
+        super().submit(lane, cells, seed, lambda digests: self.kept.append(partial(told, digests)))
 
     def end(self, worker: Any) -> None:
         for call in self.kept:

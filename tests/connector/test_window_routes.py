@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.connector.given_offer import PullRefused, own_ids, read_pull
+from kvxfer.connector.given_offer import PullRefused, asked_of, own_ids, read_pull
 from kvxfer.connector.load_routes import (
     Addressing,
     RouteRun,
@@ -33,7 +33,6 @@ from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import ALL, Plan, make_plan
 from kvxfer.transfer.pull import PullResolver, pull_classes
-from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
 from kvxfer.transfer.wire import Consumer, Grant, OfferRef, Pull, Verify
 from kvxfer.transports.base import DirectSource, SinkTransport, SourceTransport
@@ -106,8 +105,8 @@ def peer_of(plan: Plan, source: EngineManifest, rank: RankId, wire: str) -> Peer
         "Peer",
         Bag(
             plan=plan,
-            routes=lambda: plan.of_sink(rank),
-            source=source.rank,
+            routes=plan.of_sink(rank),
+            entries={entry.rank: entry for entry in source.ranks},
             can_verify=False,
             choices={
                 entry.rank: Bag(
@@ -144,17 +143,17 @@ def moved(
     for source_rank, run in routes.items():
         incomplete |= run.incomplete
         entry, pool = source.rank(source_rank), given[1][source_rank]
-        served = read_pull(run.pull, PullResolver(entry), SOURCES, order.source.num_tokens)
+        unread = asked_of(run.pull, str(source_rank), SOURCES)
+        served = read_pull(unread, PullResolver(entry), SOURCES, order.source.num_tokens)
         ids = own_ids(given[0], group_keepings(entry.regions), order.source.num_tokens)
         if run.request is None:
             assert run.pull.is_null
-        elif served is Wire.DIRECT:
+        elif served.stream is None:
             read_as_it_grows(run, order, entry, given[0], pool[0], memories[rank][0], growth)
         else:
-            sides = PullResolver(entry).resolve(run.pull.classes)
             for chunk in chunk_list(run.pull.classes, run.pull.chunk_nbytes):
                 asked, number = run.pull.classes[chunk.class_index], chunk.class_index
-                dense = pack(sides[number], asked, chunk, ids, pool)
+                dense = pack(served.sides[number], asked, chunk, ids, pool)
                 side = run.request.classes[number].sink
                 unpack(side, asked, chunk, order.block_ids, memories[rank], dense)
     return incomplete
@@ -377,5 +376,12 @@ def test_cells_beyond_the_offer_are_refused() -> None:
     verified = msgspec.structs.replace(pull, classes=(), verify=Verify(1, wanted))
     for asked in (pull, verified):
         with pytest.raises(PullRefused, match="expected at most the offered 43.*got 44"):
-            read_pull(asked, PullResolver(entry), SOURCES, 43)
-    assert read_pull(pull, PullResolver(entry), SOURCES, 44) is Wire.STREAM
+            read_pull(asked_of(asked, "pp0tp0", SOURCES), PullResolver(entry), SOURCES, 43)
+    assert read_pull(asked_of(pull, "pp0tp0", SOURCES), PullResolver(entry), SOURCES, 44).sides
+    of_nothing = (msgspec.structs.replace(wanted[0], regions=(), state_of=3),)
+    for asked in (
+        msgspec.structs.replace(pull, classes=of_nothing),
+        msgspec.structs.replace(verified, verify=Verify(1, of_nothing)),
+    ):
+        with pytest.raises(PullRefused, match="expected at least one region, got none"):
+            read_pull(asked_of(asked, "pp0tp0", SOURCES), PullResolver(entry), SOURCES, 44)

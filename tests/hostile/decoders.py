@@ -28,7 +28,7 @@ from kvxfer.cli.prompts import load_prompts, load_trace
 from kvxfer.config import Config, load_config
 from kvxfer.connector.access import Listeners, check_host, check_introduction
 from kvxfer.connector.board import SLOT_NBYTES, Board, BoardView, Posted
-from kvxfer.connector.given_offer import PullRefused, read_pull
+from kvxfer.connector.given_offer import PullRefused, asked_of, read_pull
 from kvxfer.connector.params import (
     LoadWanted,
     early_params,
@@ -134,7 +134,8 @@ def _pull(frame: bytes, _: Path) -> object:
     message = wire.decode_to_source(frame)
     if isinstance(message, wire.Pull):
         resolver = PullResolver(MANIFEST.ranks[0])
-        return read_pull(message, resolver, {"zmq": cast(type[Any], _Sends)()}, 70)
+        wires = {"zmq": cast(type[Any], _Sends)()}
+        return read_pull(asked_of(message, "pp0tp0", wires), resolver, wires, 70)
     return message
 
 

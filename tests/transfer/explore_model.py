@@ -321,10 +321,9 @@ class Model:
             if is_free and world.generation in (2 * k, 2 * k + 1):
                 yield Move(f"blocks of offer {k} are reused", self._reuse(world, k))
             if self.scenario.may_lose_claimants:
-                for claim in offer.claims:
-                    lost = ClaimantLost(claim.incarnation)
-                    after, violation = self._tell_source(world, k, lost)
-                    yield Move(f"claimant {claim.incarnation!r} is lost", after, violation)
+                for life in sorted(offer.claims):
+                    after, violation = self._tell_source(world, k, ClaimantLost(life))
+                    yield Move(f"claimant {life!r} is lost", after, violation)
             if self.scenario.may_forge_releases:
                 for i, consumer in enumerate(self.sessions.consumers):
                     if self.scenario.sinks[i].offer == k and consumer not in offer.shares:

@@ -46,7 +46,7 @@ from kvxfer.transfer.session import (
     Wire,
 )
 from kvxfer.transfer.sink_session import LoadSession, LoadSnapshot, RouteRecord
-from kvxfer.transfer.source_session import Gone, OfferSession, OfferSnapshot, events_due
+from kvxfer.transfer.source_session import OfferSession, OfferSnapshot, events_due
 from kvxfer.transfer.wire import (
     Broken,
     Cancel,
@@ -199,8 +199,7 @@ class Sessions:
             snapshot,
             reason=None if snapshot.reason is None else REASON,
             parked=dict(sorted(snapshot.parked.items(), key=lambda item: str(item[0]))),
-            claims=tuple(sorted(snapshot.claims, key=lambda c: c.incarnation)),
-            gone=tuple(Gone(i, REASON) for i in sorted(g.incarnation for g in snapshot.gone)),
+            gone=dict.fromkeys(snapshot.gone, REASON),
             shares=dict(sorted(snapshot.shares.items(), key=lambda item: str(item[0]))),
         )
         if snapshot not in self._snapshot_ids:

@@ -251,7 +251,7 @@ def grant_early(offer: OfferSnapshot, pull: PullArrived) -> source_session.Step:
 
 def release_at_once(load: LoadSnapshot, route: RouteRecord, _: GrantArrived) -> sink_session.Step:
     """The Release leaves when the read is launched, not when it is seen complete."""
-    load = load.with_state(route.source, RouteState.RELEASING)
+    load = load.with_route(msgspec.structs.replace(route, state=RouteState.RELEASING))
     return load, [StartRead(route.source), SendRelease(route.source)]
 
 
@@ -308,7 +308,7 @@ def finish_again(offer: OfferSnapshot, _: Break) -> source_session.Step:
 
 def fail_undrained(load: LoadSnapshot, route: RouteRecord, _: Any) -> sink_session.Step:
     """A deadline ends the drain as well."""
-    return load.with_state(route.source, RouteState.FAILED), []
+    return load.with_route(msgspec.structs.replace(route, state=RouteState.FAILED)), []
 
 
 def fail_again(load: LoadSnapshot, _: RouteRecord, __: Any) -> sink_session.Step:
@@ -320,7 +320,7 @@ def accept_unverified(
     load: LoadSnapshot, route: RouteRecord, event: ReadCompleted
 ) -> sink_session.Step:
     """A direct read that is complete is taken as valid, without a verdict."""
-    return load.with_state(route.source, RouteState.VALID), []
+    return load.with_route(msgspec.structs.replace(route, state=RouteState.VALID)), []
 
 
 def drained_is_sent(offer: OfferSnapshot, event: StreamDrained) -> source_session.Step:
@@ -346,7 +346,7 @@ def open_anew(offer: OfferSnapshot, event: Break) -> source_session.Step:
 def done_early(offer: OfferSnapshot, event: ReleaseArrived) -> source_session.Step:
     """The last claim that is complete ends the offer, whatever is computed yet."""
     offer, actions = _SOURCE[PENDING, ReleaseArrived](offer, event)
-    is_done = bool(offer.claims) and all(claim.is_complete for claim in offer.claims)
+    is_done = bool(offer.claims) and all(claim.is_complete for claim in offer.claims.values())
     return (replace(offer, state=DONE) if is_done else offer), actions
 
 
@@ -369,7 +369,9 @@ def read_on(load: LoadSnapshot, route: RouteRecord, event: GrantArrived) -> sink
 
 def first_is_all(load: LoadSnapshot, route: RouteRecord, event: ReadCompleted) -> sink_session.Step:
     """The first read that is complete completes the route."""
-    return load.with_state(route.source, RouteState.RELEASING), [SendRelease(route.source)]
+    return load.with_route(msgspec.structs.replace(route, state=RouteState.RELEASING)), [
+        SendRelease(route.source)
+    ]
 
 
 def grant_all(offer: OfferSnapshot, event: Grown) -> source_session.Step:

@@ -70,6 +70,10 @@ BOTH, ALONE = frozenset({R0, R1}), frozenset({R0})
 DIGEST = b"tokens"
 
 
+def state_of(session: LoadSession, source: RankId) -> RouteState:
+    return {route.source: route.state for route in session.snapshot.routes}[source]
+
+
 def pull(
     consumer: Consumer,
     claim: frozenset[RankId] = BOTH,
@@ -582,7 +586,7 @@ def test_an_offer_serves_4096_consumers() -> None:
     session = OfferSession(b"nonce", DIGEST)
     session.step(READY)
     too_many = session.step(pull(A0, ranks(4097)))
-    assert (too_many, session.snapshot.claims) == ([SendRefuse(A0, Reason.PLAN)], ())
+    assert (too_many, session.snapshot.claims) == ([SendRefuse(A0, Reason.PLAN)], {})
     assert session.step(pull(A0, ranks(4096))) == [SendGrant(A0)]
     assert session.step(pull(A1, ranks(4096))) == [SendGrant(A1)]
     assert session.step(pull(B0, ALONE)) == [SendRefuse(B0, Reason.PLAN)]
@@ -794,7 +798,7 @@ LOAD_PATHS: dict[str, LoadPath] = {
 def test_load(name: str) -> None:
     session = LoadSession([R0], frozenset())
     for event, actions, state in LOAD_PATHS[name]:
-        assert (session.step(event), session.state_of(R0)) == (actions, state), event
+        assert (session.step(event), state_of(session, R0)) == (actions, state), event
     asked = [a for _, actions, _ in LOAD_PATHS[name] for a in actions]
     assert session.snapshot.is_finished == any(isinstance(a, FinishedRecving) for a in asked)
 
@@ -803,7 +807,7 @@ def test_a_null_route_reads_nothing() -> None:
     session = LoadSession([R0], frozenset({R0}))
     assert session.step(START) == [SendPull(R0)]
     assert session.step(GRANT) == [SendRelease(R0)]
-    assert session.state_of(R0) is RELEASING
+    assert state_of(session, R0) is RELEASING
     assert session.step(GOOD) == [FinishedRecving(None)]
 
 
@@ -811,7 +815,7 @@ def test_a_null_route_that_fails_has_nothing_to_drain() -> None:
     session = LoadSession([R0], frozenset({R0}))
     session.step(START)
     assert session.step(LATE) == ended(TIMEOUT)
-    assert session.state_of(R0) is FAILED
+    assert state_of(session, R0) is FAILED
 
 
 def test_the_load_ends_with_its_last_route() -> None:
@@ -839,7 +843,7 @@ def test_the_first_failure_fails_every_route_and_cancels_once() -> None:
         SendCancel(R1, TIMEOUT),
         SendCancel(r2, TIMEOUT),
     ]
-    assert [session.state_of(r) for r in (R0, R1, r2)] == [DRAINING, DRAINING, VALID]
+    assert [state_of(session, r) for r in (R0, R1, r2)] == [DRAINING, DRAINING, VALID]
     assert session.step(ABORT) == []
     assert session.step(DRAINED) == []
     assert not session.snapshot.is_finished
@@ -901,7 +905,7 @@ def test_load_refuses_what_is_not_allowed(state: RouteState, event: SinkEvent) -
     session = LoadSession([R0], frozenset())
     for earlier in ROUTE_STATES[state]:
         session.step(earlier)
-    assert session.state_of(R0) is state
+    assert state_of(session, R0) is state
     before = session.snapshot
     if event in NOT_ALLOWED_AT_SINK[state]:
         with pytest.raises(ProtocolError, match="route from pp0tp0"):

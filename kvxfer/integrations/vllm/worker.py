@@ -140,17 +140,21 @@ class WorkerSide:
         core = self._running()
         if self._is_idle_step and not self._settings.is_in_step and core.has_pending():
             self._wait(core)
-        sent, received, failed = core.get_transfer_results(finished_req_ids)
-        loads = self._in_flight.end(received) if received else []
+        finished = core.collect()
+        reports = {report.request_id: report for report in finished.loads}
+        failed = {i: report for i, report in reports.items() if report.reason is not None}
+        loads = self._in_flight.end(reports)
         if loads and self._drafts:
-            self._clear_drafts(loads, core.get_loads_with_empty_draft())
+            empty = {i for i, each in reports.items() if each.has_empty_draft and i not in failed}
+            self._clear_drafts(loads, empty)
         # vLLM knows no end of a load that is part of a step, only blocks of it that are no good.
         in_step = {load.request_id for load in loads if load.in_step}
         self._said = KvxferWorkerMetadata(
-            failed,
-            core.get_failure_details(),
+            {i: str(report.reason) for i, report in failed.items()},
+            {i: report.detail for i, report in failed.items()},
             in_step=tuple(sorted(in_step)),
-            must_drain=core.take_must_drain(),
+            must_drain=finished.must_drain,
+            found=dict(finished.found),
         )
         by_block = in_step if REPORTS_FAILED_REQUESTS else failed.keys()
         self._failed_block_ids = failed_block_ids(
@@ -158,8 +162,8 @@ class WorkerSide:
             self._settings.block_tokens,
         )
         return KVConnectorTransferResults(
-            finished_sending=sent or set(),
-            finished_recving=(received or set()) - in_step,
+            finished_sending=set(finished.sent),
+            finished_recving=reports.keys() - in_step,
             failed_recving=failed.keys() - in_step,
         )
 
@@ -194,12 +198,10 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
         """What vLLM has no word for, each once; nothing but an answer where one is wanted."""
-        near, found = self._running().take_near(), self._running().take_found()
+        near = self._running().take_near()
         said, self._said = self._said, KvxferWorkerMetadata({})
         if near is not None:
             said = replace(said, near={str(self._rank): near})
-        if found:
-            said = replace(said, found=found)
         return said if said.has_news or self._wants_answer else None
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
