@@ -156,5 +156,7 @@ def test_a_wire_that_calls_itself_otherwise_is_refused(deflate: Site) -> None:
 
 
 def test_a_wire_that_nobody_has_is_refused_with_the_known_ones(deflate: Site) -> None:
-    with pytest.raises(ConfigError, match="auto, zmq, tcp, shm, cuda_ipc, ucx, nixl, deflate, got 'x'"):
+    with pytest.raises(
+        ConfigError, match="auto, zmq, tcp, shm, cuda_ipc, ucx, nixl, deflate, got 'x'"
+    ):
         load_config({"transport": "x"})
