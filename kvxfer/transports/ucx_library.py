@@ -94,10 +94,10 @@ class Ucx:
         except (self.Error, IndexError) as exc:
             raise PipeBroken(f"ucx: expected an address that can be reached, got {exc!r}") from exc
 
-    def unasked(self, worker: Worker) -> Foreign:
-        """A message that no receive was posted for; it has to be received now."""
+    def unasked(self, worker: Worker, *, take: bool) -> Foreign:
+        """A message that no receive was posted for. ``take``: it has to be received now."""
         library = self._library
-        return worker.tag_probe(library.UCXXTag(0), library.UCXXTagMask(0), remove=True)
+        return worker.tag_probe(library.UCXXTag(0), library.UCXXTagMask(0), remove=take)
 
     def array(self, part: torch.Tensor | bytearray) -> object:
         """Flat memory that an operation may be given."""

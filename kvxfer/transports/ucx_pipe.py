@@ -36,6 +36,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.device_memory import current_context
+from kvxfer.transfer.pull import MAX_CHUNK_NBYTES
 from kvxfer.transports.base import Wake
 from kvxfer.transports.native_peers import net_devices, parse_address
 from kvxfer.transports.pipe import (
@@ -595,13 +596,20 @@ class UcxEnd:
 
     def _takes_unasked(self) -> bool:
         """Whether something has come that no receive was posted for. To destroy a worker that has
-        such a payload takes for ever: ``ucxx`` would wait for it and not see it come.
+        such a payload takes for ever: ``ucxx`` would wait for it and not see it come. A payload
+        that is dropped ends its sender's process: UCX touches what it has freed.
         """
-        found = self.ucx.unasked(self.worker)
+        found = self.ucx.unasked(self.worker, take=False)
         if not found.matched:
             return False
-        if found.length <= self.slots.slot_nbytes:  # else it is dropped, and UCX warns
-            self._receiving[self.worker.tag_recv_with_handle(self._arrays[0], found)] = None
+        if found.length > self.slots.slot_nbytes:  # of a peer that does not know its room
+            if found.length > MAX_CHUNK_NBYTES:
+                return True  # it stays, and is late
+            room = self.ucx.array(torch.empty(found.length, dtype=torch.uint8))
+        else:
+            room = self._arrays[0]
+        found = self.ucx.unasked(self.worker, take=True)
+        self._receiving[self.worker.tag_recv_with_handle(room, found)] = room
         return True
 
     def let_go(self) -> None:

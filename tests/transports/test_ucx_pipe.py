@@ -469,7 +469,7 @@ def holds_a_message(lane: UcxLane) -> bool:
 @needs_ucxx
 @pytest.mark.parametrize("nbytes", [100, SLOTS.slot_nbytes, SLOTS.slot_nbytes + 1])
 def test_a_payload_for_a_sink_that_was_never_connected_ends_with_it(nbytes: int) -> None:
-    """What ``ucxx`` would wait for without an end; more than there is room for is dropped."""
+    """What ``ucxx`` would wait for without an end; more than there is room for, too."""
     with two_ends() as ends:
         sink = ends.sink_pipe.open_sink(SLOTS)
         source = ends.source_pipe.open_source(sink.address, Slots(1, nbytes))
