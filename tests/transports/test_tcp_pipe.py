@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -671,23 +672,24 @@ def test_tcp_by_name_and_keys_do_not_go_together(keys: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_offered"),
+    ("settings", "device", "is_offered"),
     [
-        ({"zmq_streams": 2}, True),
-        ({"zmq_streams": 1}, False),
-        ({"zmq_streams": 2, **KEYS}, False),
-        ({"zmq_streams": 2, "data_port": "20000-20063"}, True),
-        ({"zmq_streams": 2, "data_port": "20000-20062"}, False),
-        ({"zmq_streams": 2, "data_port": 5800}, False),
+        ({"zmq_streams": 2}, "cuda", True),
+        ({"zmq_streams": 2}, "cpu", False),
+        ({"zmq_streams": 1}, "cuda", False),
+        ({"zmq_streams": 2, **KEYS}, "cuda", False),
+        ({"zmq_streams": 2, "data_port": "20000-20063"}, "cuda", True),
+        ({"zmq_streams": 2, "data_port": "20000-20062"}, "cuda", False),
     ],
 )
 def test_auto_offers_tcp_where_it_can_gain_something(
-    settings: dict[str, Any], is_offered: bool, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], device: str, is_offered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("shm", "zmq", "tcp"):
+    for name in registry.SOURCES:
         monkeypatch.setitem(registry.SOURCES, name, lambda *_: None)
         monkeypatch.setitem(registry.SINKS, name, lambda *_: None)
-    memory = cast(Any, type("", (), {"tensors": ()}))
+    on_device = SimpleNamespace(device=torch.device(device))
+    memory = cast(Any, SimpleNamespace(device=on_device.device, tensors=(on_device,)))
     made = registry.make_sources(memory, Config(**settings), *cast(Any, (None,) * 3))
     assert ("tcp" in made) is is_offered
     sinks = registry.make_sinks(memory, Config(**settings), *cast(Any, (None,) * 3))
