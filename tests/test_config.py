@@ -149,8 +149,9 @@ def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
         ({"port": [1]}, "port: expected `int | str`, got [1] (argument)"),
         ({"host": ""}, "host: expected a name or an address to listen on, got ''"),
         (
-            {"transport": "tcp"},
-            "transport: expected one of auto, zmq, shm, cuda_ipc, ucx, nixl, got 'tcp' (argument)",
+            {"transport": "udp"},
+            "transport: expected one of auto, zmq, tcp, shm, cuda_ipc, ucx, nixl, "
+            "got 'udp' (argument)",
         ),
         (
             {"verify": "some"},
@@ -161,7 +162,7 @@ def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
             "log_level: expected one of DEBUG, INFO, WARNING, ERROR, CRITICAL, "
             "got 'LOUD' (argument)",
         ),
-        ({"transport": " - at `$.port`"}, "transport: expected one of auto, zmq, shm"),
+        ({"transport": " - at `$.port`"}, "transport: expected one of auto, zmq, tcp, shm"),
         ({"lease_s": 0}, "lease_s: expected a finite number above 0, got 0.0"),
         ({"lease_s": "nan"}, "lease_s: expected a finite number above 0, got nan"),
         ({"max_hold_s": "inf"}, "max_hold_s: expected a finite number above 0, got inf"),

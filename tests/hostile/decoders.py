@@ -160,7 +160,8 @@ def _ucx_mail(frame: bytes, _: Path) -> object:
     ended = SimpleNamespace(completed=False)
     endpoint = SimpleNamespace(tag_recv=None)
     mail._end = cast(
-        Any, SimpleNamespace(take=lambda _: None, start=lambda *_: ended, endpoint=endpoint)
+        Any,
+        SimpleNamespace(take=lambda _: None, start_receive=lambda *_: ended, endpoint=endpoint),
     )
     mail._connection, mail._array = 0, cast(Any, None)
     (message,) = mail.receive()
@@ -738,7 +739,7 @@ NO_INPUT: Mapping[str, str] = {
     "bench/sockets.py:SocketSource._serve": "the other end of a benchmark",
     "bench/sockets.py:hear": "the other end of a benchmark",
     "bench/wires.py:Giving._serve": "the other end of a benchmark",
-    "bench/wires.py:Reader._ask": "the other end of a benchmark",
+    "bench/wires.py:Taking._ask": "the other end of a benchmark",
     "cli/doctor.py:as_json": "what it has encoded itself",
     "cli/prompts.py:text_decoder": "tokens of this process",
     "cli/terminal.py:_print_lines": "lines of its own child",
@@ -781,6 +782,9 @@ NO_INPUT: Mapping[str, str] = {
     "transports/native_peers.py:_addresses": "records of the kernel",
     "transports/pipe.py:make_staging": "memory of this process",
     "transports/stream_packing.py:DevicePacker._launch": "no parser: a kernel",
+    "transports/tcp_listener.py:Listener._prove": "32 bytes, all of which have a meaning",
+    "transports/tcp_listener.py:numeric": "the kernel reads it; test_tcp_pipe has what is none",
+    "transports/tcp_pipe.py:TcpSinkLane._serve": "512 bytes, each field is tried by test_tcp_pipe",
     "transports/ucx_library.py:Ucx.connect": "test_native_peers: a process ends if it is wrong",
     "transports/visitors.py:_received": "a record of the kernel",
     "transports/visitors.py:Visitors.meet": "an event of ZeroMQ",
