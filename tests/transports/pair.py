@@ -32,6 +32,7 @@ from kvxfer.transports.base import (
     DirectSink,
     LocalMemory,
     Packed,
+    ReadDone,
     ReadRequest,
     SendingSource,
     SendRequest,
@@ -260,3 +261,12 @@ def send_request(key: TransferKey, move: Move) -> SendRequest:
     return SendRequest(
         key, (move.pull,), (move.copy_class.source,), (move.source_ids,), move.case.chunk_nbytes
     )
+
+
+def load(pair: Pair, number: int) -> None:
+    """One read through the pair, compared byte by byte."""
+    pair.sink_pool.tensor.fill_(0xEE)
+    move = a_move(number)
+    pair.start(key_of(number), move)
+    assert isinstance(pair.end(key_of(number)), ReadDone)
+    assert pair.content() == pair.expected(move)

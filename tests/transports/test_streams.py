@@ -55,6 +55,7 @@ from tests.transports.pair import (
     end_stream,
     key_of,
     link_of,
+    load,
 )
 
 
@@ -74,15 +75,6 @@ def a_pair(source: int, sink: int | None = None, **others: object) -> Iterator[P
 def until_joined(pair: Pair, number: int) -> None:
     """Streams, the first included."""
     pair.until(lambda: [len(each.streams) for each in connections_of(pair).all()] == [number])
-
-
-def load(pair: Pair, number: int) -> None:
-    """One read through the pair, compared byte by byte."""
-    pair.sink_pool.tensor.fill_(0xEE)
-    move = a_move(number)
-    pair.start(key_of(number), move)
-    assert isinstance(pair.end(key_of(number)), ReadDone)
-    assert pair.content() == pair.expected(move)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
 from kvxfer.tensors.device_memory import Gpu
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import guard, registry, tcp_listener, tcp_pipe
-from kvxfer.transports.base import PeerGone, ReadBroke, ReadDone, SendStopped, Wake
+from kvxfer.transports.base import PeerGone, ReadBroke, SendStopped, Wake
 from kvxfer.transports.pipe import HOST_STAGING, PipeBroken, Slots
 from kvxfer.transports.tcp_listener import GREETING, HELLO, MOST_UNPROVED
 from kvxfer.transports.tcp_pipe import (
@@ -40,7 +40,7 @@ from kvxfer.transports.tcp_pipe import (
     cut,
 )
 from tests.helpers import POISON, assert_same_bytes
-from tests.transports.pair import CONFIG, Pair, a_move, connections_of, key_of
+from tests.transports.pair import CONFIG, Pair, a_move, connections_of, key_of, load
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,
     PipeCase,
@@ -701,15 +701,6 @@ def test_auto_offers_tcp_where_it_can_gain_something(
 
 def tcp_config(**settings: Any) -> Config:
     return msgspec.structs.replace(CONFIG, transport="tcp", zmq_streams=2, **settings)
-
-
-def load(pair: Pair, number: int) -> None:
-    """One read through the pair, compared byte by byte."""
-    pair.sink_pool.tensor.fill_(0xEE)
-    move = a_move(number)
-    pair.start(key_of(number), move)
-    assert isinstance(pair.end(key_of(number)), ReadDone)
-    assert pair.content() == pair.expected(move)
 
 
 def test_loads_a_trial_and_the_end_of_a_socket() -> None:
