@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
+import torch
+
 from tests.vllm.engines import Engine, EngineConfig, Finished, Fleet
 from tests.vllm.models import VOCAB_SIZE
 
@@ -18,6 +21,11 @@ EXTERNAL = "vllm:prompt_tokens_by_source_total{source=external_kv_transfer}"
 LOCAL_HITS = "vllm:prompt_tokens_by_source_total{source=local_cache_hit}"
 COMPUTED = "vllm:prompt_tokens_by_source_total{source=local_compute}"
 PREEMPTIONS = "vllm:num_preemptions_total"
+
+# vLLM's CPU backend has a cache of fp8 and the operators of DeepSeek V4 with these instructions alone.
+NEEDS_AVX512 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM has no such kernel for CPUs without AVX-512"
+)
 
 Tokens = tuple[int, ...]
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.cases import Pair, Sources, prompt, token_ids
+from tests.vllm.cases import NEEDS_AVX512, Pair, Sources, prompt, token_ids
 from tests.vllm.engines import Connector, EngineConfig, Fleet
+
+pytestmark = NEEDS_AVX512
 
 BLOCK_TOKENS = 64
 # One token more than whole blocks: an engine that has loaded them computes nothing else

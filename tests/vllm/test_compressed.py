@@ -13,11 +13,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.vllm.cases import Pair, Sources, Tokens, prompt, token_ids
+from tests.vllm.cases import NEEDS_AVX512, Pair, Sources, Tokens, prompt, token_ids
 from tests.vllm.engines import Connector, Engine, EngineConfig
 from tests.vllm.interpreted import HAS_TRITON, TRITON_FOLDER, InterpretedEngine, model_folder
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason=f"no Triton in {TRITON_FOLDER}")
+pytestmark = [
+    NEEDS_AVX512,
+    pytest.mark.skipif(not HAS_TRITON, reason=f"no Triton in {TRITON_FOLDER}"),
+]
 
 SIDE = EngineConfig(
     Connector(policy="fail"),
