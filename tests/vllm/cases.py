@@ -24,7 +24,7 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 # vLLM's CPU backend has a cache of fp8 and the operators of DeepSeek V4 with these instructions alone.
 NEEDS_AVX512 = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM has no such kernel for CPUs without AVX-512"
+    not torch.cpu._is_avx512_supported(), reason="vLLM has no such kernel without AVX-512"
 )
 
 Tokens = tuple[int, ...]
