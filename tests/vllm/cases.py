@@ -22,7 +22,7 @@ LOCAL_HITS = "vllm:prompt_tokens_by_source_total{source=local_cache_hit}"
 COMPUTED = "vllm:prompt_tokens_by_source_total{source=local_compute}"
 PREEMPTIONS = "vllm:num_preemptions_total"
 
-# vLLM's CPU backend has a cache of fp8 and the operators of DeepSeek V4 with these instructions alone.
+# With these instructions alone vLLM's CPU backend has a cache of fp8 and DeepSeek V4.
 NEEDS_AVX512 = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM has no such kernel without AVX-512"
 )
