@@ -629,14 +629,19 @@ def _connects_to_the_dead(channel: Connection) -> None:
         channel.recv()
     time.sleep(0.1)  # for the socket of an answer that nobody has read to be reset
     with pytest.raises(PipeBroken):
-        lane.connected(address)
-        lane.tell(b"a credit")
-        while True:
-            pipe.progress()
-            lane.poll()
+        _credit(pipe, lane, address)
     lane.close()
     pipe.close()
     assert pipe.quarantined_nbytes == 0
+
+
+def _credit(pipe: UcxPipe, lane: UcxSinkLane, address: bytes) -> None:
+    """What a sink does first, and on until it is told that the peer has gone."""
+    lane.connected(address)
+    lane.tell(b"a credit")
+    while True:
+        pipe.progress()
+        lane.poll()
 
 
 def _drive_for(pipe: UcxPipe, time_s: float) -> None:
