@@ -2,8 +2,9 @@
 
 Both parse the bytes of a peer in C code, which ends the process if they are malformed. UCX 1.21
 asserts that it knows the version of a worker's address; and half of the processes whose TCP port of
-UCX got twelve made-up messages ended by SIGABRT or SIGSEGV. That port has no authentication,
-whatever keys the other ports require. So there is one rule:
+UCX got twelve made-up messages ended by SIGABRT or SIGSEGV. A message to that port may also say
+where in the process's memory its bytes go. It has no authentication, whatever keys the other ports
+require. So there is one rule:
 
 - UCX stays on the loopback device, and addresses are taken from processes of this user on this host
   only: those on the Unix socket beside the stream's TCP port, where the kernel names the user.

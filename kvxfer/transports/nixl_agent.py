@@ -130,14 +130,15 @@ class NixlAgent:
             raise TransportUnavailable(f"nixl: expected its UCX plugin, got {exc!r}") from exc
 
     def _create_backend(self, net_devices: Sequence[str]) -> _Foreign:
-        if not net_devices:
-            return self._agent.createBackend("UCX", {})
+        # As for the wire ``ucx``: else UCX may not survive a peer that dies while it connects
+        defaults = {"UCX_TCP_CONN_NB": "y"}
+        chosen = {}
         if len(net_devices) == 1:
-            chosen = {"engine_config": f"NET_DEVICES={net_devices[0]}"}
+            chosen["engine_config"] = f"NET_DEVICES={net_devices[0]}"
+        elif net_devices:  # a comma ends a setting of that list
+            defaults["UCX_NET_DEVICES"] = ",".join(net_devices)
+        with variables_kept("UCX_", **defaults):
             return self._agent.createBackend("UCX", chosen)
-        # A comma ends a setting of that list
-        with variables_kept("UCX_", UCX_NET_DEVICES=",".join(net_devices)):
-            return self._agent.createBackend("UCX", {})
 
     def register(self, area: Area) -> _Foreign:
         """``deregister`` gets what this returns. Raises TransportUnavailable."""

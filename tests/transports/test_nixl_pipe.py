@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -445,3 +446,31 @@ def _sink_of_a_stopped_source(channel: Connection) -> None:
 @needs_nixl
 def test_a_read_without_an_end_keeps_its_staging_until_it_has_one() -> None:
     run_pair(_stopped_source, _sink_of_a_stopped_source, timeout_s=40.0)
+
+
+@needs_nixl
+def test_what_ucx_below_finds_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str | None, str | None, dict[str, str]]] = []
+
+    class Recorder:
+        def __init__(self, *_settings: object) -> None:
+            pass
+
+        def createBackend(self, _name: str, chosen: dict[str, str]) -> None:  # noqa: N802
+            environ = os.environ
+            found.append((environ.get("UCX_TCP_CONN_NB"), environ.get("UCX_NET_DEVICES"), chosen))
+
+    monkeypatch.setattr(import_module("nixl._bindings"), "nixlAgent", Recorder)
+    before = dict(os.environ)
+    devices: Sequence[str]
+    for devices in ((), ("lo",), ("eth0", "mlx5_0:1")):
+        NixlAgent(devices)
+    assert os.environ == before
+    monkeypatch.setenv("UCX_TCP_CONN_NB", "n")
+    NixlAgent(())
+    assert found == [
+        ("y", None, {}),
+        ("y", None, {"engine_config": "NET_DEVICES=lo"}),
+        ("y", "eth0,mlx5_0:1", {}),  # a comma ends a setting of that list
+        ("n", None, {}),
+    ]

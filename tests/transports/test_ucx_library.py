@@ -54,6 +54,7 @@ def test_settings() -> None:
         "TLS": "^sm,self",
         "TCP_TX_SEG_SIZE": "256k",
         "TCP_RX_SEG_SIZE": "256k",
+        "TCP_CONN_NB": "y",  # to a peer that has died
         "RNDV_THRESH": "256000",  # less than a segment
         "NET_DEVICES": "eth0,mlx5_0:1",
     }

@@ -609,6 +609,52 @@ def test_a_source_that_dies_before_the_sink_knows_it() -> None:
     run_pair(_early_victim, _early_survivor, exit_codes=(-9, 0), timeout_s=30)
 
 
+def _asks_and_waits(channel: Connection) -> None:
+    """A source that has asked for a connection, and does not read the answer."""
+    pipe = ucx_pipe(CPU, lambda: None)
+    lane = pipe.open_source(channel.recv(), SLOTS)
+    _drive_for(pipe, 0.1)
+    channel.send((lane.address, os.getpid()))
+    channel.recv()
+
+
+def _connects_to_the_dead(channel: Connection) -> None:
+    pipe = ucx_pipe(CPU, lambda: None)
+    lane = pipe.open_sink(SLOTS)
+    channel.send(lane.address)
+    address, pid = channel.recv()
+    _drive_for(pipe, 0.1)  # UCX answers
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EOFError):
+        channel.recv()
+    time.sleep(0.1)  # for the socket of an answer that nobody has read to be reset
+    with pytest.raises(PipeBroken):
+        _credit(pipe, lane, address)
+    lane.close()
+    pipe.close()
+    assert pipe.quarantined_nbytes == 0
+
+
+def _credit(pipe: UcxPipe, lane: UcxSinkLane, address: bytes) -> None:
+    """What a sink does first, and on until it is told that the peer has gone."""
+    lane.connected(address)
+    lane.tell(b"a credit")
+    while True:
+        pipe.progress()
+        lane.poll()
+
+
+def _drive_for(pipe: UcxPipe, time_s: float) -> None:
+    deadline_s = time.monotonic() + time_s
+    while time.monotonic() < deadline_s:
+        pipe.progress()
+
+
+@needs_ucxx
+def test_a_sink_survives_the_death_of_a_source_that_has_asked_for_a_connection() -> None:
+    run_pair(_asks_and_waits, _connects_to_the_dead, exit_codes=(-9, 0), timeout_s=30)
+
+
 def _stops(channel: Connection) -> None:
     pipe = ucx_pipe(CPU, lambda: None)
     lane = pipe.open_source(channel.recv(), SLOTS)
