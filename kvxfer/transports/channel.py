@@ -29,7 +29,7 @@ from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
 from kvxfer.ports import Ports
 from kvxfer.transports.guard import pinned_keys, remedy, unix_endpoint
 from kvxfer.transports.key_folder import short
-from kvxfer.transports.visitors import EVENT, Backlog, Inbox, Visitors
+from kvxfer.transports.visitors import EVENT, Backlog, Inbox, ManyParts, Visitors
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
@@ -40,7 +40,6 @@ as backlog: 16 bytes a second, 80 with CURVE.
 """
 IN_USE = (errno.EADDRINUSE, errno.EACCES)
 """Why a port cannot be had: somebody has it, or this user may not."""
-MANY_PARTS = "it sent a message of many parts"
 RECONNECT_MS = (20, 500)
 """First and longest wait before a connection is tried again."""
 
@@ -141,7 +140,7 @@ class Router:
         """
         for frames in self._inbox.receive():
             if frames[-1].more:
-                self.visitors.send_away(frames[0], MANY_PARTS)
+                self.visitors.send_away(frames[0], str(ManyParts()))
             yield frames
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
@@ -237,8 +236,8 @@ class Dealer:
         self._inbox = Inbox(self.socket, self._backlog)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """The messages that came, for one turn. Of a message with too many parts only the first
-        come (the last of them has ``more``); the connection must be dropped then.
+        """The messages that came, for one turn. Raises ManyParts; the connection must be dropped
+        then.
         """
         return self._inbox.receive()
 
