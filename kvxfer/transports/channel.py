@@ -16,6 +16,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import socket as sockets
 import time
 from collections.abc import Iterator
@@ -324,6 +325,24 @@ def bind_address(host: str) -> str:
             "name the address of one interface"
         )
     return address
+
+
+def why_not_listening(
+    wire: str, config: Config, error: Exception, wanted: str = "a free one"
+) -> ConfigError | TransportUnavailable:
+    """What to raise where a wire cannot listen for payload: its ports are taken (whoever chose them
+    must know), or the host is none of this machine. ``wanted``: of the ports.
+    """
+    number = error.errno if isinstance(error, zmq.ZMQError | OSError) else None
+    if number in IN_USE:
+        return ConfigError(
+            f"data_port: expected {wanted} on {config.host} for {wire}, got {config.data_ports}: "
+            f"{os.strerror(number)}; end the process that listens there, or choose others"
+        )
+    return TransportUnavailable(
+        f"{wire}: {config.host} cannot be listened on: {error}; "
+        "set host to an address of this machine"
+    )
 
 
 def bind_unix(socket: Socket, endpoint: str) -> bool:
