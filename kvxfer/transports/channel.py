@@ -30,7 +30,7 @@ from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
 from kvxfer.ports import Ports
 from kvxfer.transports.guard import pinned_keys, remedy, unix_endpoint
 from kvxfer.transports.key_folder import short
-from kvxfer.transports.visitors import EVENT, Backlog, Inbox, ManyParts, Visitors
+from kvxfer.transports.visitors import EVENT, Backlog, Inbox, Visitors
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
@@ -131,18 +131,13 @@ class Router:
         """
         for socket, _ in self._poller.poll(0):
             if socket is self.socket:
-                return self.receive()
+                return self._inbox.receive()
             self.visitors.meet()
         return iter(())
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """The messages that came, each with the peer's identity first, for one turn. Of a message
-        of too many parts the first ``visitors.MOST_PARTS`` come; its connection is ended.
-        """
-        for frames in self._inbox.receive():
-            if frames[-1].more:
-                self.visitors.send_away(frames[0], str(ManyParts()))
-            yield frames
+        """The messages that came, each with the peer's identity first, for one turn."""
+        return self._inbox.receive()
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
         """Send one message. False if the peer has gone, or its queue is full: who does not read is

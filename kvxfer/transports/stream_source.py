@@ -378,6 +378,8 @@ class StreamSource(SendingSource):
     # -- the IO thread's turn
 
     def poll(self) -> list[SourceCompletion]:
+        if not (self._num_jobs or self._unpumped):
+            self._num_begun = 0  # a new turn, and nobody waits for it
         for frames in self._router.poll():
             self._on_message(bytes(frames[0].buffer), frames)
         self._lose_gone()

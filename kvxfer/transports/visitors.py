@@ -173,8 +173,8 @@ class Inbox:
 
     ZeroMQ hands a message over when all of it is there, in however many parts. Too many are
     :class:`ManyParts`, and the socket is to be closed. At a ROUTER (whose counter are its Visitors)
-    the first MOST_PARTS come, of which the last has ``more``, and its connection is to be ended.
-    What is left of the message is thrown away, in turns as well.
+    the connection is ended: the first MOST_PARTS come, of which the last has ``more``, and what is
+    left is thrown away, in turns as well.
     """
 
     def __init__(
@@ -191,7 +191,9 @@ class Inbox:
         return was_empty
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """For one turn. Raises ManyParts, but not of a ROUTER."""
+        """Those that came, for one turn, a peer's name first at a ROUTER. Raises ManyParts, but not
+        there.
+        """
         recv, counter = self._socket.recv, self._counter
         until_s = time.perf_counter() + TURN_S
         try:
@@ -210,6 +212,7 @@ class Inbox:
                 if frames[-1].more:
                     if not isinstance(counter, Visitors):
                         raise ManyParts
+                    counter.send_away(frames[0], str(ManyParts()))
                     self._thrown_fd = fd
                 yield frames
                 if time.perf_counter() >= until_s:
