@@ -84,6 +84,7 @@ def _median(name: str) -> Callable[[LoadCell], str]:
 
 
 CASE: core.Columns[LoadCell] = {
+    "shape": lambda cell: cell.case.split()[0],
     "layouts": lambda cell: cell.layouts,
     "tokens": lambda cell: str(cell.num_tokens),
 }
@@ -130,9 +131,9 @@ def tables(report: core.Report) -> list[core.Table]:
 
 
 def plot(report: core.Report) -> Plot | None:
-    """ms by bytes, and the limits of the first layouts."""
+    """ms by bytes, and the limits of the first layouts. All shapes are on one line."""
     of_name: dict[str, list[LoadCell]] = {}
-    for cell in report.records.get("cells", []):
+    for cell in sorted(report.records.get("cells", []), key=lambda cell: cell.nbytes):
         of_name.setdefault(f"{cell.layouts}, {cell.way}", []).append(cell)
     first = next(iter(of_name.values()), [])
     lines = [
@@ -225,7 +226,7 @@ def _cell_of(
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
-    """All pairs of layouts; those whose engines fail are named in the report."""
+    """All pairs of pools; those whose engines fail are named in the report."""
     has_gpu = torch.cuda.is_available() and options.transport != "shm"
     device = options.device or ("cuda" if has_gpu else "cpu")
     devices = devices_for(device, options.transport)
@@ -247,22 +248,29 @@ def run(session: Session, options: argparse.Namespace) -> int:
         *(MEMCPY, PlainCopy, devices, pool_nbytes(everything)), method=method_for(devices.sink)
     )
     try:
-        for layouts in options.layouts:
-            requests = [request for request in everything if request.layouts == layouts]
+        for name, requests in _by_pools(everything).items():
             pair = Pair(devices, requests[0], limits, settings, options.verify)
             try:
                 for request in requests:
                     _run_request(pair, request, options, report)
                     session.progress.step()
             except core.ContenderLost as exc:
-                core.tell_lost(layouts, exc)
-                report.lost[layouts] = str(exc)
+                core.tell_lost(name, exc)
+                report.lost[name] = str(exc)
             finally:
                 pair.close()
     finally:
         report.write(is_last=True)
         limits.close()
     return 0
+
+
+def _by_pools(requests: Sequence[Request]) -> dict[str, list[Request]]:
+    """By shape and layouts: what two engines with such pools can move."""
+    found: dict[str, list[Request]] = {}
+    for request in requests:
+        found.setdefault(f"{request.shape.name} {request.layouts}", []).append(request)
+    return found
 
 
 def _run_request(

@@ -71,7 +71,9 @@ def nixl_settings(kind: str) -> list[Setting]:
 
 
 class PlainSink(Member):
-    """Asks for an equal share on each socket, and takes it where it belongs."""
+    """Asks for an equal share on each socket, and takes it where it belongs. The limit of a wire
+    shares no code with it, so its loop around ``recv_into`` stands here once more.
+    """
 
     def __init__(self, nbytes: int) -> None:
         super().__init__({SINK: "cpu"}, nbytes)

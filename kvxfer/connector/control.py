@@ -26,9 +26,9 @@ from kvxfer.transfer.wire import (
     decode_to_source,
     encode,
 )
-from kvxfer.transports.channel import IN_USE, MANY_PARTS, Bounds, Dealer, Router
+from kvxfer.transports.channel import IN_USE, Bounds, Dealer, Router
 from kvxfer.transports.guard import is_own, nearest_endpoint, user_of
-from kvxfer.transports.visitors import LOOK_S
+from kvxfer.transports.visitors import LOOK_S, ManyParts
 
 HARD_LIMIT_NBYTES = 64 << 20
 """ZeroMQ itself drops a connection that sends a larger frame; smaller ones are answered by us."""
@@ -251,20 +251,20 @@ class ControlClient:
             self.dealer.close()
 
     def _read(self) -> None:
-        for frames in self.dealer.receive():
-            self.heard_s, self.unanswered_s = self._io.now(), None
-            if frames[-1].more:
-                self._on_gone(self.endpoint, MANY_PARTS)
-                return
-            try:
-                message = decode_to_sink(_only(frames, sum(map(len, frames)), self._config))
-            except ProtocolError as e:
-                self._ledger.count("control.malformed")
-                self.dealer.problem = str(e)[:MAX_DETAIL]
-                continue
-            self._on_message(self.endpoint, message)
-            if self._closed:
-                return
+        try:
+            for frames in self.dealer.receive():
+                self.heard_s, self.unanswered_s = self._io.now(), None
+                try:
+                    message = decode_to_sink(_only(frames, sum(map(len, frames)), self._config))
+                except ProtocolError as e:
+                    self._ledger.count("control.malformed")
+                    self.dealer.problem = str(e)[:MAX_DETAIL]
+                    continue
+                self._on_message(self.endpoint, message)
+                if self._closed:
+                    return
+        except ManyParts as e:
+            self._on_gone(self.endpoint, str(e))
 
     def _inspect(self) -> None:
         self._inspecting = self._io.after(LOOK_S, self._inspect)

@@ -320,7 +320,7 @@ class IoThread:
         for group in self._groups:
             # With auto most wires of a rank are idle, and each costs a round 10 us, 40 on a cold
             # processor
-            if not (group.member.is_idle and readable.keys().isdisjoint(group.polled)):
+            if not (readable.keys().isdisjoint(group.polled) and group.member.is_idle):
                 self.guard(group.handler, group.member)
         if self.deferred:
             self.run_deferred()

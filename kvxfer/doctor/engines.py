@@ -159,8 +159,8 @@ def _greet(
     while why is None and time.monotonic() < until_s:
         time.sleep(0.001)
         for key, dealer in dealers.items():
-            for frames in dealer.receive():
-                match _decoded(frames):
+            for message in _heard(dealer):
+                match message:
                     case wire.Manifest(manifest):
                         return _Greeted(manifest, time.monotonic() - began_s, key is not None)
                     case wire.NotReady():
@@ -178,12 +178,13 @@ def _greet(
     return Failure(Reason.NOT_ALLOWED if is_refused else Reason.PEER_LOST, f"{endpoint}: {why}")
 
 
-def _decoded(frames: list[zmq.Frame]) -> object:
-    """A message of the protocol; Malformed, as if the other side had said so, for any other."""
+def _heard(dealer: Dealer) -> Iterator[object]:
+    """Messages of the protocol; Malformed, as if the other side had said so, for any other."""
     try:
-        return wire.decode_to_sink(frames[0].buffer)
+        for frames in dealer.receive():
+            yield wire.decode_to_sink(frames[0].buffer)
     except ProtocolError as exc:
-        return wire.Malformed(str(exc))
+        yield wire.Malformed(str(exc))
 
 
 @contextmanager

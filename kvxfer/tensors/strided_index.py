@@ -50,12 +50,13 @@ def token_nbytes(tile: Tile) -> int:
 
 def _tile_extent_nbytes(tile: Tile) -> int:
     num_kernel_blocks = tile.num_blocks * (tile.block_tokens // tile.kernel_tokens)
+    num_channels = tile.num_channels
     return (
         (num_kernel_blocks - 1) * tile.stride_block
         + (tile.num_heads - 1) * tile.stride_head
         + (tile.kernel_tokens - 1) * tile.stride_token
-        + (tile.num_channels - 1) * tile.stride_channel
-        + tile.inner_nbytes // tile.num_channels
+        + (num_channels - 1) * tile.stride_channel
+        + tile.inner_nbytes // num_channels
     )
 
 

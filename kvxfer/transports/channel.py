@@ -16,6 +16,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import os
 import socket as sockets
 import time
 from collections.abc import Iterator
@@ -40,7 +41,6 @@ as backlog: 16 bytes a second, 80 with CURVE.
 """
 IN_USE = (errno.EADDRINUSE, errno.EACCES)
 """Why a port cannot be had: somebody has it, or this user may not."""
-MANY_PARTS = "it sent a message of many parts"
 RECONNECT_MS = (20, 500)
 """First and longest wait before a connection is tried again."""
 
@@ -131,18 +131,13 @@ class Router:
         """
         for socket, _ in self._poller.poll(0):
             if socket is self.socket:
-                return self.receive()
+                return self._inbox.receive()
             self.visitors.meet()
         return iter(())
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """The messages that came, each with the peer's identity first, for one turn. Of a message
-        of too many parts the first ``visitors.MOST_PARTS`` come; its connection is ended.
-        """
-        for frames in self._inbox.receive():
-            if frames[-1].more:
-                self.visitors.send_away(frames[0], MANY_PARTS)
-            yield frames
+        """The messages that came, each with the peer's identity first, for one turn."""
+        return self._inbox.receive()
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
         """Send one message. False if the peer has gone, or its queue is full: who does not read is
@@ -237,8 +232,8 @@ class Dealer:
         self._inbox = Inbox(self.socket, self._backlog)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """The messages that came, for one turn. Of a message with too many parts only the first
-        come (the last of them has ``more``); the connection must be dropped then.
+        """The messages that came, for one turn. Raises ManyParts; the connection must be dropped
+        then.
         """
         return self._inbox.receive()
 
@@ -325,6 +320,24 @@ def bind_address(host: str) -> str:
             "name the address of one interface"
         )
     return address
+
+
+def why_not_listening(
+    wire: str, config: Config, error: Exception, wanted: str = "a free one"
+) -> ConfigError | TransportUnavailable:
+    """What to raise where a wire cannot listen for payload: its ports are taken (whoever chose them
+    must know), or the host is none of this machine. ``wanted``: of the ports.
+    """
+    number = error.errno if isinstance(error, zmq.ZMQError | OSError) else None
+    if number in IN_USE:
+        return ConfigError(
+            f"data_port: expected {wanted} on {config.host} for {wire}, got {config.data_ports}: "
+            f"{os.strerror(number)}; end the process that listens there, or choose others"
+        )
+    return TransportUnavailable(
+        f"{wire}: {config.host} cannot be listened on: {error}; "
+        "set host to an address of this machine"
+    )
 
 
 def bind_unix(socket: Socket, endpoint: str) -> bool:

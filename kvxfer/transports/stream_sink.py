@@ -41,7 +41,7 @@ from kvxfer.transports.base import (
     Wake,
     kind_of,
 )
-from kvxfer.transports.channel import MANY_PARTS, Context, Dealer, Socket
+from kvxfer.transports.channel import Context, Dealer, Socket
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import check_own_devices, needs_own_user, refusal
@@ -342,8 +342,6 @@ class StreamSink(ReceivingSink):
         try:
             for first, *parts in dealer.receive():
                 link.latest = dealer
-                if parts and parts[-1].more:
-                    raise ProtocolError(MANY_PARTS)  # noqa: TRY301
                 self._on_message(link, first.buffer, parts, first)
         except ProtocolError as exc:
             self.counts["malformed"] += 1

@@ -6,7 +6,6 @@ A transfer waits until a connection names its nonce; from then on it belongs to 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
-from kvxfer.transports.channel import IN_USE, Bounds, Context, Router
+from kvxfer.transports.channel import Bounds, Context, Router, why_not_listening
 from kvxfer.transports.copy_thread import Copier, CopyEnd, Mailbox
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
@@ -144,16 +143,7 @@ class StreamSource(SendingSource):
         try:
             return Router(context, config, bounds, config.data_ports, has_unix_socket=True)
         except (ConfigError, zmq.ZMQError) as exc:
-            if isinstance(exc, zmq.ZMQError) and exc.errno in IN_USE:
-                raise ConfigError(
-                    f"data_port: expected a free one on {config.host} for {self.name}, got "
-                    f"{config.data_ports}: {os.strerror(exc.errno)}; end the process that listens "
-                    "there, or choose others"
-                ) from exc
-            raise TransportUnavailable(
-                f"{self.name}: {config.host} cannot be listened on: {exc}; "
-                "set host to an address of this machine"
-            ) from exc
+            raise why_not_listening(self.name, config, exc) from exc
 
     def data_endpoint(self) -> str:
         return self._router.endpoint
@@ -388,6 +378,8 @@ class StreamSource(SendingSource):
     # -- the IO thread's turn
 
     def poll(self) -> list[SourceCompletion]:
+        if not (self._num_jobs or self._unpumped):
+            self._num_begun = 0  # a new turn, and nobody waits for it
         for frames in self._router.poll():
             self._on_message(bytes(frames[0].buffer), frames)
         self._lose_gone()

@@ -22,7 +22,7 @@ from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.costs import WireCosts, fit_costs
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Readable, Trial
-from kvxfer.transports.channel import MANY_PARTS, Context
+from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import CopyJob, Mailbox
 from kvxfer.transports.pipe import DEVICE_TRIAL_NBYTES, Pipe, PipeBroken, chunk_s, trial_slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connection
@@ -291,8 +291,6 @@ class TrialTaker:
         if not ready.keys() & {dealer.socket, dealer.monitor}:
             dealer.inspect()
         for first, *parts in dealer.receive():
-            if parts and parts[-1].more:
-                raise ProtocolError(MANY_PARTS)
             self._on_message(first.buffer, parts, first)
         if dealer.monitor in ready and (why := dealer.why_ended()) is not None:
             raise ProtocolError(f"expected an answer, got none: {why}")

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import hmac
 import logging
-import os
 import secrets
 import select
 import socket
@@ -27,10 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError, TransportUnavailable
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports import guard
-from kvxfer.transports.channel import IN_USE, bind_address
+from kvxfer.transports.channel import IN_USE, bind_address, why_not_listening
 from kvxfer.transports.wake_up import WakeUp
 
 TOKEN_NBYTES = 16
@@ -243,17 +241,8 @@ def _listen(config: Config) -> socket.socket:
             sock.setblocking(False)
         except OSError as exc:
             sock.close()
-            if exc.errno not in IN_USE:
-                raise TransportUnavailable(
-                    f"tcp: {config.host} cannot be listened on: {exc}; "
-                    "set host to an address of this machine"
-                ) from exc
-            if port == ports.last:
-                raise ConfigError(
-                    f"data_port: expected two free ones on {config.host} for tcp, got {ports}: "
-                    f"{os.strerror(exc.errno)}; end the process that listens there, or choose "
-                    "others"
-                ) from exc
+            if exc.errno not in IN_USE or port == ports.last:
+                raise why_not_listening("tcp", config, exc, "two free ones") from exc
         else:
             return sock
     raise AssertionError("ports: expected one at least")

@@ -31,6 +31,7 @@ from operator import itemgetter
 import zmq
 
 from kvxfer.bounded import Bounded
+from kvxfer.errors import ProtocolError
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports.guard import MAX_WARNED, penalties_of, unix_name
 from kvxfer.transports.key_folder import short
@@ -160,13 +161,20 @@ def _lent(socket: sockets.socket) -> Iterator[sockets.socket]:
 # ------------------------------------------------------------------ one socket
 
 
+class ManyParts(ProtocolError):
+    """The other side of a connection has sent a message of more than MOST_PARTS."""
+
+    def __init__(self) -> None:
+        super().__init__("it sent a message of many parts")
+
+
 class Inbox:
     """The messages of one socket, each counted by ``counter`` before it is handed out.
 
-    ZeroMQ hands a message over when all of it is there, in however many parts. Of one of too many
-    come the first MOST_PARTS, of which the last has ``more``, and then its sender is to be sent
-    away: the socket is closed, or a ROUTER's connection. What is left of it at a ROUTER (whose
-    counter are its Visitors) is thrown away, in turns as well.
+    ZeroMQ hands a message over when all of it is there, in however many parts. Too many are
+    :class:`ManyParts`, and the socket is to be closed. At a ROUTER (whose counter are its Visitors)
+    the connection is ended: the first MOST_PARTS come, of which the last has ``more``, and what is
+    left is thrown away, in turns as well.
     """
 
     def __init__(
@@ -183,6 +191,9 @@ class Inbox:
         return was_empty
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
+        """Those that came, for one turn, a peer's name first at a ROUTER. Raises ManyParts, but not
+        there.
+        """
         recv, counter = self._socket.recv, self._counter
         until_s = time.perf_counter() + TURN_S
         try:
@@ -198,8 +209,11 @@ class Inbox:
                         frames.append(recv(_NOBLOCK, copy=False))
                 if counter is not None:
                     fd = counter.heard(frames)
-                    if frames[-1].more and isinstance(counter, Visitors):
-                        self._thrown_fd = fd
+                if frames[-1].more:
+                    if not isinstance(counter, Visitors):
+                        raise ManyParts
+                    counter.send_away(frames[0], str(ManyParts()))
+                    self._thrown_fd = fd
                 yield frames
                 if time.perf_counter() >= until_s:
                     return

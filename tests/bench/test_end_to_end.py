@@ -68,6 +68,22 @@ def test_the_connector_from_offer_to_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_connector_with_pools_of_two_shapes(tmp_path: Path) -> None:
+    run(
+        "connector",
+        *("--device", "cpu", "--out", str(tmp_path), "--rounds", "2", "--tokens", "64", "128"),
+        *("--shapes", "8B", "tiny", "--layouts", "HND16->NHD64", "--modes", "idle"),
+    )
+    found = result(tmp_path, "connector_shm_cpu_*.json")
+    assert found["lost"] == {}
+    assert [cell["case"] for cell in found["cells"]] == [
+        f"{shape} HND16->NHD64 {num_tokens} tokens"
+        for shape in ("8B", "tiny")
+        for num_tokens in (64, 128)
+    ]
+
+
+@pytest.mark.slow
 def test_every_wire_of_host_memory_beside_others(tmp_path: Path) -> None:
     run(
         "transfer",

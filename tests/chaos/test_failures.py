@@ -145,6 +145,67 @@ def test_bits_that_flip_in_a_header_fail_the_load() -> None:
         assert nothing_written(sink)
 
 
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_full_hit_is_right_from_its_first_token_on_or_no_hit(wire: str) -> None:
+    """vLLM 52617: all tokens were reported as loaded, and the first one was wrong already."""
+    sink_shape = EngineShape(num_blocks=4, block_tokens=64, layout="NHD")
+    shapes = (SHAPE, sink_shape)
+    for faults, reasons in (("", {None}), ("read:blank", {"corrupt"})):
+        with pair(wire, faults=faults, shapes=shapes, verify="all") as (source, sink):
+            ref = source.offer("p", 64, BLOCKS)
+            source.compute("p")
+            sink.load("d", ref, (2,), SPAN)
+            until(lambda: sink.received("d"))  # noqa: B023  # it waits here
+            assert sink.reasons("d") == reasons
+            if reasons == {None}:
+                expect_copied(source, sink, BLOCKS, (2,), SPAN)
+            else:
+                assert nothing_written(sink)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_kv_that_was_corrupted_on_its_way_is_not_used(wire: str) -> None:
+    """vLLM 52627: answers were wrong, and nothing had failed."""
+    with pair(wire, faults="read:flip=1;seed=3", verify="all") as (source, sink):
+        ref = source.offer("p", 64, BLOCKS)
+        source.compute("p")
+        sink.load("d", ref, BLOCKS, SPAN)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"corrupt"}
+        (report,) = sink.reports("d")
+        assert "regions that differ" in report.detail
+        assert sink.count("verify.differing") == 1
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_second_turn_hears_that_the_kv_of_the_first_has_expired(wire: str) -> None:
+    """vLLM 47021: decode gives the KV of the first turn back to prefill, and prefill is late."""
+    with pair(wire, lease_s=1.0, keep_s=0.2) as (prefill, decode):
+        ref = prefill.offer("first", 64, BLOCKS)
+        prefill.compute("first")
+        decode.load("first at decode", ref, BLOCKS, SPAN)
+        until(lambda: decode.received("first at decode"))
+        assert decode.reasons("first at decode") == {None}
+        late = decode.offer("late", 64, BLOCKS)
+        decode.compute("late")
+        until(lambda: decode.sent("late"))  # its lease has run out
+        decode.pools[0].tensor.fill_(7)  # and its blocks are another request's
+        before = prefill.pools[0].tensor.clone()
+        prefill.load("second", late, (5, 6, 7, 8), SPAN)
+        until(lambda: prefill.received("second"))
+        assert prefill.reasons("second") <= ENDED
+        assert bool((prefill.pools[0].tensor == before).all())
+        in_time = decode.offer("in time", 64, BLOCKS)
+        decode.compute("in time")
+        prefill.load("third", in_time, (5, 6, 7, 8), SPAN)
+        until(lambda: prefill.received("third"))
+        assert prefill.reasons("third") == {None}
+        after = prefill.pools[0].tensor
+        changed = after != before
+        assert bool((after[changed] == 7).all())
+        assert float(changed.float().mean()) > 0.9 * len(BLOCKS) / SHAPE.num_blocks
+
+
 # ------------------------------------------------------------------ blocks that never come back
 
 

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 WIRES = (
     "shm",
     "zmq",
+    "tcp",
     pytest.param("ucx", marks=needs_ucxx),
     pytest.param("nixl", marks=needs_nixl),
 )

@@ -85,7 +85,7 @@ def test_a_wire_is_idle_until_it_has_something_to_say_or_can_be_read(pair: Pair)
     pair.hold = True
     pair.start(key_of(2), a_move())
     pair.until(lambda: pair.said_kind(Packed, key_of(2)))
-    assert source.is_idle  # all slots are full, and the next word is the owner's
+    pair.until(lambda: source.is_idle)  # all slots are full, and the next word is the owner's
     assert sink.is_idle
     sink.detach(pair.manifest.control_endpoint)
     assert not sink.is_idle

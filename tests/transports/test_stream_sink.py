@@ -12,6 +12,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
 from kvxfer.testing.cases import Move
 from kvxfer.testing.peers import Context
@@ -119,6 +120,34 @@ def test_a_sink_answers_the_empty_frames_of_earlier_sources(pair: Pair, fake: Fa
     while not fake.socket.poll(10):
         pair.sink.poll()
     assert fake.socket.recv_multipart() == [identity, encode(Credit(()))]
+
+
+MANY_PARTS = [b""] * 1000
+
+
+def test_a_source_that_sends_many_parts_is_gone(pair: Pair, fake: FakeSource) -> None:
+    identity = _attach(pair, fake)
+    key = key_of(1)
+    pair.sink.submit_expect(read_request(key, a_move(), pair.manifest))
+    fake.socket.send_multipart([identity, *MANY_PARTS])
+    end = pair.end(key)
+    assert isinstance(end, ReadBroke)
+    assert end.detail == "the source rank makes no sense: it sent a message of many parts"
+    pair.until(lambda: PeerGone(pair.manifest.control_endpoint) in pair.seen)
+    assert pair.sink.counts["malformed"] == 1
+
+
+def test_a_source_that_sends_many_parts_has_no_trial(pair: Pair, fake: FakeSource) -> None:
+    def answer() -> None:
+        identity, _ = fake.receive()
+        fake.socket.send_multipart([identity, *MANY_PARTS])
+
+    manifest = msgspec.structs.replace(pair.manifest, data_endpoints={"zmq": fake.endpoint})
+    answering = threading.Thread(target=answer)
+    answering.start()
+    with pytest.raises(TransportUnavailable, match="it sent a message of many parts"):
+        pair.sink.trial(manifest, 10.0)
+    answering.join()
 
 
 def test_sink_drops_counts_and_credits_everything_it_did_not_ask_for(

@@ -44,7 +44,16 @@ from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
 from kvxfer.transports.stream_machine import SlotEvent, SourceSlots
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import Attached, Join, Refused, Streams, decode_to_sink, encode
+from kvxfer.transports.stream_wire import (
+    Attached,
+    Credit,
+    Join,
+    Refused,
+    Streams,
+    decode_to_sink,
+    decode_to_source,
+    encode,
+)
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
 from tests.transports.pair import (
     ATTACH,
@@ -129,6 +138,37 @@ def test_streams_that_join_while_chunks_are_on_their_way_are_used_at_once(
         pair.hold = False
         assert isinstance(pair.end(key_of(1)), ReadDone)
     assert len(carried) == 4
+
+
+def test_credits_go_over_the_stream_that_was_heard_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener that is full ends the connection that has been silent longest: the streams that
+    carry chunks must not be silent.
+    """
+    heard: list[Dealer] = []
+    credited: list[tuple[Dealer, Dealer]] = []
+    receive, send = Dealer.receive, Dealer.send
+
+    def seen(dealer: Dealer) -> Iterator[list[zmq.Frame]]:
+        for frames in receive(dealer):
+            heard.append(dealer)
+            yield frames
+
+    def sent(dealer: Dealer, frame: bytes) -> bool:
+        if isinstance(decode_to_source(memoryview(frame)), Credit):
+            credited.append((dealer, heard[-1]))
+        return send(dealer, frame)
+
+    with a_pair(4) as pair:
+        until_joined(pair, 4)
+        monkeypatch.setattr(Dealer, "receive", seen)
+        monkeypatch.setattr(Dealer, "send", sent)
+        (first, *further), number = link_of(pair).dealers, 0
+        while not {latest for _, latest in credited}.intersection(further):
+            number += 1
+            load(pair, number)
+            assert number < 100
+        assert all(dealer is latest for dealer, latest in credited)
+        assert any(dealer is not first for dealer, _ in credited)
 
 
 @pytest.mark.parametrize(

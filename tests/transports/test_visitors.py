@@ -17,6 +17,7 @@ from kvxfer.transports.visitors import (
     TURN_S,
     Backlog,
     Inbox,
+    ManyParts,
     Visitors,
 )
 from tests import zmtp
@@ -32,8 +33,10 @@ def router() -> Iterator[Socket]:
 
 
 @pytest.fixture
-def visitors(router: Socket) -> Iterator[Visitors]:
+def visitors(router: Socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Visitors]:
+    """Who sends many parts stays, so that what it says next is read, too."""
     visitors = Visitors(router.context, router, 1 << 20)
+    monkeypatch.setattr(visitors, "send_away", lambda *_: None)
     router.bind("tcp://127.0.0.1:*")
     visitors.endpoint = endpoint_of(router)
     yield visitors
@@ -94,6 +97,23 @@ def test_of_a_message_of_many_parts_come_the_first_and_of_others_all(
     long = [message for message in messages if len(message) == MOST_PARTS - 1]
     assert 1 <= len(long) <= 3
     assert [each for each in messages if each not in long] == [[b"honest"], [b"again"]] * 3
+
+
+def test_many_parts_from_who_was_connected_to_are_an_error_after_what_came_before() -> None:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as peer,
+        context.socket(zmq.PAIR) as reader,
+    ):
+        peer.bind("inproc://many")
+        reader.connect("inproc://many")
+        parts = [b""] * MOST_PARTS
+        peer.send_multipart(parts)
+        peer.send_multipart([*parts, b""])
+        turn = Inbox(reader, Backlog(-1)).receive()
+        assert [frame.bytes for frame in next(turn)] == parts
+        with pytest.raises(ManyParts, match=r"^it sent a message of many parts$"):
+            next(turn)
 
 
 def test_what_follows_the_end_is_read_as_it_is(router: Socket, inbox: Inbox) -> None:
