@@ -357,9 +357,9 @@ def test_the_source_has_more_while_chunks_that_are_packed_at_once_have_slots() -
         pair.until(lambda: bool(pair.said))
         assert len(pair.said) == 1
         while pair.source.has_more:
-            (packed,) = pair.source.poll()
-            pair.said.append(packed)
-        assert [each.sequence for each in pair.said] == [0, 1, 2, 3]  # four slots
+            pair.said += pair.source.poll()
+        packed = [each.sequence for each in pair.said if isinstance(each, Packed)]
+        assert packed == [0, 1, 2, 3]  # four slots
     finally:
         pair.close()
 
