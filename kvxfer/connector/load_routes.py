@@ -15,6 +15,7 @@ from kvxfer.connector.records import GroupBlockIds, NewLoad
 from kvxfer.connector.verifier import Digests
 from kvxfer.errors import ProtocolError
 from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
+from kvxfer.transfer.chunks import CHUNK_TOKENS
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Route
@@ -37,9 +38,11 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.choice import Choice
 
-GROWING_CHUNKS, LEAST_GROWING_NBYTES = 16, 64 << 10
+GROWING_PARTS, LEAST_GROWING_NBYTES = 8, 64 << 10
 """A growing offer is sent in chunks of at most this part of its tokens, unless they would have less
-than that."""
+than that. What is left when the last token is computed is up to such a part; with 16 of them each
+prompt took twice as many chunks, and each chunk takes the interpreter from prefill's steps.
+"""
 NULL_TRANSPORT = "null"
 """What the Pull of a null route names: nothing is read."""
 
@@ -190,13 +193,17 @@ def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int, wanted: Sequence[
     best_nbytes = choice.chunk_nbytes(nbytes)
     if not order.grows:
         return best_nbytes
-    # A chunk of one region has the more tokens: so many of one alone are less than those of all.
-    spans_nbytes = [
-        token_nbytes(each) * -(-(each.token_hi - each.token_lo) // GROWING_CHUNKS)
-        for each in wanted
-    ]
     least_nbytes = max(LEAST_GROWING_NBYTES, block_chunk_nbytes(wanted))
-    return min(best_nbytes, max(least_nbytes, *spans_nbytes))
+    return min(best_nbytes, max(least_nbytes, *map(_part_nbytes, wanted)))
+
+
+def _part_nbytes(wanted: PullClass) -> int:
+    """The largest chunk that has no more than a part of the tokens of a growing offer. A chunk of
+    one region has as many tokens as fit, but no more than CHUNK_TOKENS; then it has more regions.
+    """
+    part_tokens = -(-(wanted.token_hi - wanted.token_lo) // GROWING_PARTS)
+    num_regions = len(wanted.regions) if part_tokens >= CHUNK_TOKENS else 1
+    return token_nbytes(wanted) * part_tokens * num_regions
 
 
 def _verify(order: NewLoad, way: Way, wanted: Sequence[PullClass]) -> Verify | UnsetType:

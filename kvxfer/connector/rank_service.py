@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -68,7 +69,7 @@ from kvxfer.transports.guard import Guard
 from kvxfer.transports.key_folder import with_folder_keys
 from kvxfer.transports.parallel import make_context, make_copier, make_room
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
-from kvxfer.transports.visitors import LOOK_S
+from kvxfer.transports.visitors import LOOK_S, TURN_S
 
 LATE_S = 1.0
 """A load that is part of a step and has not ended by then is given up. It was promised because its
@@ -282,8 +283,13 @@ class RankService:
         self.sink.on_over(peer, failure)
 
     def _poll_source(self, transport: SendingSource) -> None:
-        for completion in transport.poll():
-            self.io.guard(self.source.on_completion, transport, completion)
+        """Chunks that are packed one by one leave in one round, as many as a turn of it allows."""
+        until_s = time.perf_counter() + TURN_S
+        while True:
+            for completion in transport.poll():
+                self.io.guard(self.source.on_completion, transport, completion)
+            if not transport.has_more or time.perf_counter() >= until_s:
+                break
         if transport.counts:
             self._ledger.take_counts(transport.name, transport.counts)
 

@@ -158,6 +158,8 @@ class SendingSource(ABC):
     """Sinks have taken all that was sent to them: nothing of it is lost with this process."""
     can_grow: bool = False
     """It has ``grow_send``. If not, it is asked to send only what is complete."""
+    has_more: bool = False
+    """The next ``poll`` packs at once, and what the one before has reported is to leave first."""
 
     @abstractmethod
     def data_endpoint(self) -> str:

@@ -514,10 +514,17 @@ class Reads:
             self.slots.free(slot)
         return [] if self.is_lost else [Free(slot) for slot in placed]
 
-    def take_credits(self) -> tuple[int, ...]:
-        """In batches, because each credit wakes the source; but never the last ones late."""
-        is_busy = self.slots.num[SinkSlot.UNPACKING]
-        return self.slots.take_credits(least=len(self.slots.states) // 4 if is_busy else 1)
+    def take_credits(self, *, holds: bool = True) -> tuple[int, ...]:
+        """In batches, because each credit wakes the source: as long as more of a read is to come,
+        for which it has the other slots, or something is being unpacked; but never the last ones
+        late. ``holds`` False: all that are due.
+        """
+        num_slots, least = len(self.slots.states), 1
+        if holds and any(read.num_arrived < len(read.chunks) for read in self._reads.values()):
+            least = num_slots // 3
+        elif holds and self.slots.num[SinkSlot.UNPACKING]:
+            least = num_slots // 4
+        return self.slots.take_credits(least=max(1, least))
 
     def stop(self, key: TransferKey) -> list[SinkAction]:
         return self._end(self._reads[key], ReadStopped(key))

@@ -113,10 +113,11 @@ class HostPacker(Mailbox[ChunkJob]):
     nothing runs any more, lie in it as in a mailbox. For the IO thread, but for ``prepare``.
 
     ``num_at_once``: after so many submissions, or one that has ended when ``submit`` returns, the
-    IO thread has other work to look at.
+    IO thread has other work to look at. ``is_at_once``: jobs may have ended then.
     """
 
     num_at_once = sys.maxsize  # a queue takes them all
+    is_at_once = True
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, wake: Wake) -> None:
         super().__init__(wake)
@@ -155,6 +156,7 @@ class DevicePacker:
     be had.
     """
 
+    is_at_once = False
     num_at_once = 2  # a launch takes the IO thread 0.1 ms, in which 30 MB could be on the wire
 
     def __init__(

@@ -299,6 +299,8 @@ class StreamSink(ReceivingSink):
                     dealer.inspect()
             except ProtocolError as exc:
                 self._lose_link(link, str(exc))
+        self._owing = dict.fromkeys(self._links.values())
+        self._send_credits(holds=False)  # also while an offer that grows stands still
         self.staging_nbytes = sum(link.slots.nbytes for link in self._links.values())
 
     def close(self) -> None:
@@ -328,10 +330,10 @@ class StreamSink(ReceivingSink):
         if not link.send(message):
             self.counts["send_failed"] += 1
 
-    def _send_credits(self) -> None:
+    def _send_credits(self, *, holds: bool = True) -> None:
         owing, self._owing = self._owing, {}
         for link in owing:
-            slots = () if link.is_lost else link.reads.take_credits()
+            slots = () if link.is_lost else link.reads.take_credits(holds=holds)
             try:
                 if slots and not link.give_back(slots):
                     self.counts["send_failed"] += 1
@@ -454,6 +456,8 @@ class StreamSink(ReceivingSink):
                 case end:
                     if not isinstance(end, Progress):
                         del self._reading[end.key]
+                    if isinstance(end, ReadStopped | ReadBroke):
+                        self._owing[link] = None  # what was held for more of it
                     self._completions.append(end)
 
     def _unpack(self, link: Link, action: Unpack) -> None:

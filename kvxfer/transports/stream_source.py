@@ -160,6 +160,10 @@ class StreamSource(SendingSource):
         return not (self._transfers or len(self._connections)) and self._pipe.is_idle
 
     @property
+    def has_more(self) -> bool:  # type: ignore[override]  # others have an attribute
+        return self._packer.is_at_once and bool(self._unpumped)
+
+    @property
     def is_settled(self) -> bool:  # type: ignore[override]  # others have an attribute
         """Every slot was credited: a sink has placed what was in it."""
         return all(connection.is_idle for connection in self._connections.all())

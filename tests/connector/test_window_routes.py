@@ -290,15 +290,16 @@ def test_opaque_blocks_are_read_when_they_are_full_or_at_the_end() -> None:
 
 
 def test_what_grows_is_sent_in_small_chunks() -> None:
-    shape, rank = EngineShape(num_blocks=200, inner_nbytes=1 << 14), RankId(0, 0)
+    shape, rank = EngineShape(num_blocks=400, inner_nbytes=1 << 14), RankId(0, 0)
     engine = build_manifest(shape, "p")
     plan = make_plan(engine, build_manifest(shape, "d"))
     addressing = Addressing(Consumer(b"k" * 16, rank), SINKS, can_leave_unhashed=True)
     peer = cast("Any", peer_of(plan, engine, rank, "zmq"))
-    peer.choices[rank].chunk_nbytes = lambda nbytes: 32 << 20
+    peer.choices[rank].chunk_nbytes = lambda nbytes: 64 << 20
     ways = ways_of(peer, addressing)
     sizes: list[int] = []
-    for num_tokens, grows in ((3000, False), (3000, True), (100, True)):
+    spans: list[int] = []
+    for num_tokens, grows in ((3000, False), (3000, True), (100, True), (6000, True)):
         order = NewLoad(
             request_id="r",
             source=SourceRef(
@@ -309,14 +310,18 @@ def test_what_grows_is_sent_in_small_chunks() -> None:
             ),
             token_lo=0,
             token_hi=num_tokens,
-            block_ids=(tuple(range(200)),),
+            block_ids=(tuple(range(400)),),
             grows=grows,
         )
         (run,) = make_routes(order, ways, addressing).values()
         assert run.pull.grows is (True if grows else msgspec.UNSET)
         sizes.append(run.pull.chunk_nbytes)
-    # 32 KiB a token of one region: a sixteenth of 3,000 tokens; that of 100 is less than a block
-    assert sizes == [32 << 20, -(-3000 // 16) * (1 << 15), 16 * (1 << 15)]
+        chunks = chunk_list(run.pull.classes, run.pull.chunk_nbytes)
+        spans.append(max(chunk.token_hi - chunk.token_lo for chunk in chunks))
+    # 32 KiB a token of one region: an eighth of 3,000 tokens; that of 100 is less than a block. An
+    # eighth of 6,000 is more than a chunk of one region has: chunks are as large as for all
+    assert sizes == [64 << 20, 3000 // 8 * (1 << 15), 16 * (1 << 15), 64 << 20]
+    assert spans == [512, 368, 16, 512]
 
 
 def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:

@@ -348,6 +348,22 @@ def test_a_chunk_that_is_packed_at_once_leaves_before_the_next_is_begun(
         pair.close()
 
 
+def test_the_source_has_more_while_chunks_that_are_packed_at_once_have_slots() -> None:
+    pair = Pair(ZMQ, small_nbytes=64 << 20)
+    try:
+        pair.sink.attach(pair.manifest)
+        pair.start(key_of(1), a_move())
+        pair.hold = True
+        pair.until(lambda: bool(pair.said))
+        assert len(pair.said) == 1
+        while pair.source.has_more:
+            pair.said += pair.source.poll()
+        packed = [each.sequence for each in pair.said if isinstance(each, Packed)]
+        assert packed == [0, 1, 2, 3]  # four slots
+    finally:
+        pair.close()
+
+
 def test_source_waits_for_the_sink_to_attach(pair: Pair) -> None:
     pair.source.submit_send(send_request(key_of(1), a_move()))
     pair.source.submit_send(send_request(key_of(2), a_move()))

@@ -153,7 +153,7 @@ class NeverFreesPlaced(Reads):
 
 
 class HoardsCredits(Reads):
-    def take_credits(self) -> tuple[int, ...]:
+    def take_credits(self, *, holds: bool = True) -> tuple[int, ...]:
         return self.slots.take_credits(least=2)
 
 
@@ -444,16 +444,38 @@ def test_a_slot_is_the_sources_again_when_its_credit_has_left() -> None:
     reads.slots.check(_header(0, 0, 1))
 
 
-def test_credits_leave_in_batches_but_never_the_last_ones_late() -> None:
-    reads = _reads(8, 8)
-    for slot in range(3):
+@pytest.mark.parametrize(
+    ("num_chunks", "num_slots", "expected"),
+    [
+        (5, 9, [(), (), (0, 1, 2), ()]),  # more of the read is to come: by a third of the slots
+        (4, 9, [(), (0, 1), (), (2,)]),  # all is here: by a quarter, while a copy runs
+        (5, 5, [(0,), (1,), (2,), (3,)]),  # of few slots the source needs each
+    ],
+)
+def test_credits_leave_in_batches_but_never_the_last_ones_late(
+    num_chunks: int, num_slots: int, expected: list[Sequence[int]]
+) -> None:
+    reads = _reads(num_slots, num_chunks)
+    for slot in range(4):
         reads.announced(_header(slot, slot))
         reads.came(slot)
     taken: list[Sequence[int]] = []
-    for slot in range(3):
+    for slot in range(4):
         reads.unpacked(slot, is_placed=True)
         taken.append(reads.take_credits())
-    assert taken == [(), (0, 1), (2,)]
+    assert taken == expected
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_credits_are_held_no_longer_than_the_read(is_stopped: bool) -> None:
+    reads = _reads(9, 2)
+    reads.announced(_header(0, 0))
+    reads.came(0)
+    reads.unpacked(0, is_placed=True)
+    assert reads.take_credits() == ()
+    if is_stopped:
+        reads.stop(key_of(0))
+    assert reads.take_credits(holds=is_stopped) == (0,)
 
 
 @pytest.mark.parametrize("has_come", [True, False])

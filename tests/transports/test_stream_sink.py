@@ -17,6 +17,7 @@ from kvxfer.tensors import strided_copy
 from kvxfer.testing.cases import Move
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.chunks import chunk_list
+from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import stream_packing
@@ -261,6 +262,38 @@ def test_a_slot_is_the_source_s_again_only_with_its_credit(
     pair.until(lambda: bool(pair.seen))
     pair.sink.stop_read(key)
     assert isinstance(pair.end(key), ReadStopped)
+
+
+def test_a_credit_waits_for_others_while_more_of_its_read_is_to_come(
+    pair: Pair, fake: FakeSource
+) -> None:
+    pair.manifest = msgspec.structs.replace(pair.manifest, data_endpoints={"zmq": fake.endpoint})
+    pair.sink.attach(pair.manifest, Staging(6, 4 << 20, None))
+    identity, _ = fake.receive()
+    fake.socket.send_multipart([identity, encode(Attached(b""))])
+    key, move = key_of(1), a_move()
+    pair.sink.submit_expect(read_request(key, move, pair.manifest))
+    fake.receive()
+    chunks = chunk_list((move.pull,), 2048)
+
+    def send(number: int) -> None:
+        header = msgspec.structs.replace(
+            _header(key, move), sequence=number, slot=number, nbytes=chunks[number].nbytes
+        )
+        fake.socket.send_multipart([identity, encode(header), bytes(header.nbytes)])
+        pair.until(lambda: len(pair.seen) == number + 1)
+
+    send(0)
+    send(1)
+    assert fake.receive()[1] == Credit((0, 1))  # a third of the slots
+    send(2)
+    pair.sink.inspect()  # the source is told in the end, also where nothing comes any more
+    assert fake.receive()[1] == Credit((2,))
+    send(3)
+    pair.sink.stop_read(key)
+    assert isinstance(pair.end(key), ReadStopped)
+    pair.until(lambda: bool(fake.socket.poll(0)))
+    assert fake.receive()[1] == Credit((3,))
 
 
 @given(header=st.binary(max_size=80), body=st.binary(max_size=40))
