@@ -27,6 +27,7 @@ from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import Broken, Grant, Reason, Refuse, Verdict
 from tests.builders import EngineShape
 from tests.connector.rig import DIGEST, POISON, STUCK_S, Engine, expect_copied, stuck, until
+from tests.spoken import change_messages
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -304,13 +305,7 @@ def offered(source: Engine, name: str = "p") -> Any:
 
 def silence(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> None:
     """The source never says any of these."""
-    said = ControlServer.send
-
-    def send(self: ControlServer, identity: bytes, message: Any) -> None:
-        if not isinstance(message, kinds):
-            said(self, identity, message)
-
-    monkeypatch.setattr(ControlServer, "send", send)
+    change_messages(monkeypatch, lambda said: () if isinstance(said, kinds) else (said,))
 
 
 def test_a_load_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

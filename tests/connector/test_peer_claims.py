@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from typing import Any
@@ -215,7 +216,7 @@ def test_another_users_process_is_not_even_connected_to(monkeypatch: pytest.Monk
         Engine(ONE, "decode", fill=POISON) as sink,
     ):
         endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
-        monkeypatch.setattr("kvxfer.connector.access.os.geteuid", lambda: 4242)
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
         ref = msgspec.structs.replace(sink.offer("x", 64, range(4)), endpoint=endpoint)
         assert _load(sink, "d", ref) == {"not_allowed"}
         listening.settimeout(0.1)
@@ -232,7 +233,7 @@ def test_kv_of_another_users_process_is_not_taken_unless_its_host_is_named(
         Engine(ONE, "d2", fill=POISON, transport="zmq", allowed_peers=("127.0.0.1",)) as named,
         Engine(ONE, "d3", fill=POISON, transport="zmq", params_key="k" * 16) as signed,
     ):
-        monkeypatch.setattr("kvxfer.connector.access.os.geteuid", lambda: 4242)
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
         assert _load(sink, "d", _offered(source, "p")) == {"not_allowed"}
         assert "expected a process of this user" in sink.reports("d")[0].detail
         assert (sink.pools[0].tensor == POISON).all()

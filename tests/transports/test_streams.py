@@ -46,6 +46,7 @@ from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import Attached, Join, Refused, Streams, decode_to_sink, encode
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
+from tests.far_peers import use_tcp
 from tests.transports.pair import (
     ATTACH,
     ZMQ,
@@ -423,7 +424,7 @@ def test_the_wire_keeps_every_promise_over_streams(number: int) -> None:
 def test_all_streams_have_curve_keys(
     monkeypatch: pytest.MonkeyPatch, carried: Counter[bytes]
 ) -> None:
-    monkeypatch.setattr(StreamSink, "uses_unix_sockets", False)
+    use_tcp(monkeypatch)
     with closing(Pair(with_streams(4, **CURVE))) as pair:
         pair.manifest = msgspec.structs.replace(pair.manifest, curve_public_key=PUBLIC_KEY)
         pair.sink.attach(pair.manifest)
