@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from tests.connector.rig import (
     until,
 )
 from tests.spoken import change_messages, watch_messages
+from tests.wires import pipe_of, use_sink
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -167,11 +169,11 @@ def test_no_keep_stays_behind_for_a_load_that_ends_as_it_begins(
 def test_nothing_is_asked_behind_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two Pulls cannot be sent: the second route is neither armed nor asked."""
     expected: list[str] = []
-    submit_expect = StreamSink.submit_expect
 
-    def expect(self: StreamSink, request: ReadRequest) -> None:
-        expected.append(request.key.source_rank)
-        submit_expect(self, request)
+    class Noting(StreamSink):
+        def submit_expect(self, request: ReadRequest) -> None:
+            expected.append(request.key.source_rank)
+            super().submit_expect(request)
 
     pulled: list[Pull] = []
 
@@ -180,7 +182,7 @@ def test_nothing_is_asked_behind_an_abort(monkeypatch: pytest.MonkeyPatch) -> No
             pulled.append(message)
             raise ProtocolError("too long")
 
-    monkeypatch.setattr(StreamSink, "submit_expect", expect)
+    use_sink(monkeypatch, "zmq", partial(Noting, pipe_of("zmq")))
     watch_messages(monkeypatch, send_but_not_first)
     with (
         Engine(EngineShape(tp_size=2, num_kv_heads=4), "a", fill=1, transport="zmq") as source,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,6 +44,7 @@ from kvxfer.transports.visitors import MOST_UNREAD
 from tests.builders import EngineShape
 from tests.connector.rig import DIGEST, POISON, Engine, given_offer, num_pulls, service_of, until
 from tests.spoken import watch_messages
+from tests.wires import pipe_of, use_source
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=8)
 LIFE = b"s" * 16
@@ -158,16 +160,17 @@ def test_a_stream_that_cannot_start_takes_the_ones_beside_it_along(
     """Two parked Pulls of one engine: the first fails as the offer opens, the second has not begun,
     and all blocks come back.
     """
-    submit_send, num_sends = StreamSource.submit_send, 0
+    num_sends = 0
 
-    def fail_first(self: StreamSource, request: SendRequest) -> None:
-        nonlocal num_sends
-        num_sends += 1
-        if num_sends == 1:
-            raise RuntimeError("unforeseen")
-        submit_send(self, request)
+    class FailsFirst(StreamSource):
+        def submit_send(self, request: SendRequest) -> None:
+            nonlocal num_sends
+            num_sends += 1
+            if num_sends == 1:
+                raise RuntimeError("unforeseen")
+            super().submit_send(request)
 
-    monkeypatch.setattr(StreamSource, "submit_send", fail_first)
+    use_source(monkeypatch, "zmq", partial(FailsFirst, pipe_of("zmq")))
     with (
         Engine(EngineShape(num_kv_heads=4), "prefill", fill=1, transport="zmq") as source,
         Engine(

@@ -46,7 +46,7 @@ from tests.connector.rig import (
     stuck,
     until,
 )
-from tests.far_peers import count_as_far, use_tcp
+from tests.far_peers import count_as_far, limit_descriptors, use_tcp
 
 ONE = EngineShape()
 PORTS = ["control", "data"]
@@ -450,7 +450,7 @@ def test_a_listener_stands_where_host_says() -> None:
 @pytest.mark.parametrize("says", [b"", encode(Hello((1, 1), (), "x", b"i" * 16))])
 def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those that never say a word nor those that said one give way too late."""
-    monkeypatch.setattr(visitors, "most_connections", lambda: 20)
+    limit_descriptors(monkeypatch, 8 * 20)
     idle: list[socket.socket] = []
     with Engine(ONE, "prefill", fill=1, transport="zmq") as source:
         try:
@@ -471,7 +471,7 @@ def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.Monke
 def test_who_was_silent_longest_makes_room(
     most: int, of_address: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(visitors, "most_connections", lambda: most)  # two of one address
+    limit_descriptors(monkeypatch, 8 * most)  # two of one address
     monkeypatch.setattr(visitors, "MOST_OF_ADDRESS", of_address)
     with Engine(ONE, "prefill", fill=1) as source, ExitStack() as stack:
 

@@ -39,7 +39,7 @@ from kvxfer.transports.tcp_pipe import (
     TcpSourceLane,
     cut,
 )
-from tests.far_peers import count_as_far
+from tests.far_peers import count_as_far, limit_descriptors
 from tests.helpers import POISON, assert_same_bytes
 from tests.transports.pair import CONFIG, Pair, a_move, connections_of, key_of, load
 from tests.transports.pipe_contract import (
@@ -50,6 +50,7 @@ from tests.transports.pipe_contract import (
     scenario_params,
 )
 from tests.transports.worker import Worker
+from tests.wires import use_sink, use_source
 
 SLOTS = Slots(num_slots=3, slot_nbytes=1 << 20)
 WAIT_S = 5.0
@@ -214,7 +215,7 @@ def test_both_sides_agree_on_the_lesser_number(source: int, sink: int, used: int
 
 
 def test_sockets_beyond_the_first_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_pipe, "most_further", lambda: 5)
+    limit_descriptors(monkeypatch, 160)
     pipe = TcpPipe(Config(zmq_streams=4), lambda: None)
     with closing(pipe):
         lanes = [pipe.open_sink(SLOTS) for _ in range(3)]
@@ -689,8 +690,8 @@ def test_auto_offers_tcp_where_it_can_gain_something(
     settings: dict[str, Any], device: str, is_offered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in registry.SOURCES:
-        monkeypatch.setitem(registry.SOURCES, name, lambda *_: None)
-        monkeypatch.setitem(registry.SINKS, name, lambda *_: None)
+        use_source(monkeypatch, name, lambda *_: None)
+        use_sink(monkeypatch, name, lambda *_: None)
     on_device = SimpleNamespace(device=torch.device(device))
     memory = cast(Any, SimpleNamespace(device=on_device.device, tensors=(on_device,)))
     made = registry.make_sources(memory, Config(**settings), *cast(Any, (None,) * 3))
