@@ -1,9 +1,9 @@
-"""Control messages on their way: what this process sends leaves changed, twice or never."""
+"""Messages on their way: what this process gives to ZeroMQ leaves changed, twice or never."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import zmq
@@ -18,31 +18,32 @@ _DECODERS: dict[int, Callable[[bytes], Any]] = {
 }
 
 
+class _Part(NamedTuple):
+    data: Any
+    flags: int
+    how: dict[str, Any]
+
+
 def change_messages(patch: pytest.MonkeyPatch, change: Change) -> None:
-    """``change(message)``: what leaves in its place. What it raises is raised where it is sent.
-    Messages of streams are none of this.
+    """``change(message)``: which control messages leave in its place. What it raises is raised
+    where it is sent. Messages of streams are none of this.
     """
-    send = zmq.Socket.send
-    begun: dict[int, list[tuple[Any, int, dict[str, Any]]]] = {}
 
-    def changed(socket: zmq.Socket[bytes], data: Any, flags: int = 0, **how: Any) -> Any:
-        parts = begun.pop(id(socket), [])
-        if flags & zmq.SNDMORE:
-            begun[id(socket)] = [*parts, (data, flags, how)]
-            return None
-        last = None
-        message = _message_of(socket, data, len(parts))
-        for each in [message] if message is None else change(message):
-            for part, more, as_given in parts:
-                send(socket, part, more, **as_given)
-            last = send(socket, data if each is message else encode(each), flags, **how)
-        return last
+    def changed(socket: zmq.Socket[bytes], parts: list[_Part]) -> list[list[_Part]]:
+        message = _message_of(socket, parts)
+        if message is None:
+            return [parts]
+        *before, last = parts
+        return [
+            [*before, last if each is message else last._replace(data=encode(each))]
+            for each in change(message)
+        ]
 
-    patch.setattr(zmq.Socket, "send", changed)
+    _intercept(patch, changed)
 
 
 def watch_messages(patch: pytest.MonkeyPatch, look: Callable[[Any], object]) -> None:
-    """``look`` at each one before it leaves; it may raise."""
+    """``look`` at each control message before it leaves; it may raise."""
 
     def change(message: Any) -> Iterable[Any]:
         look(message)
@@ -51,11 +52,47 @@ def watch_messages(patch: pytest.MonkeyPatch, look: Callable[[Any], object]) -> 
     change_messages(patch, change)
 
 
-def _message_of(socket: zmq.Socket[bytes], data: Any, num_before: int) -> Any:
+def watch_frames(patch: pytest.MonkeyPatch, look: Callable[[list[Any]], object]) -> None:
+    """``look`` at the frames of each message of a ROUTER, the peer's name first, before they leave;
+    it may raise.
+    """
+
+    def seen(socket: zmq.Socket[bytes], parts: list[_Part]) -> list[list[_Part]]:
+        if socket.type == zmq.ROUTER:
+            look([part.data for part in parts])
+        return [parts]
+
+    _intercept(patch, seen)
+
+
+def _intercept(
+    patch: pytest.MonkeyPatch,
+    change: Callable[[zmq.Socket[bytes], list[_Part]], list[list[_Part]]],
+) -> None:
+    """``change``: which messages are sent in the place of this one. Its parts wait for the last."""
+    send = zmq.Socket.send
+    begun: dict[int, list[_Part]] = {}
+
+    def send_changed(socket: zmq.Socket[bytes], data: Any, flags: int = 0, **how: Any) -> Any:
+        parts = [*begun.pop(id(socket), []), _Part(data, flags, how)]
+        if flags & zmq.SNDMORE:
+            begun[id(socket)] = parts
+            return None
+        sent = None
+        for message in change(socket, parts):
+            for part in message:
+                sent = send(socket, part.data, part.flags, **part.how)
+        return sent
+
+    patch.setattr(zmq.Socket, "send", send_changed)
+
+
+def _message_of(socket: zmq.Socket[bytes], parts: list[_Part]) -> Any:
     """None for what is no control message. Only a ROUTER names the peer first."""
     decode = _DECODERS.get(socket.type)
-    if decode is None or num_before != int(socket.type == zmq.ROUTER):
+    if decode is None or len(parts) != 1 + int(socket.type == zmq.ROUTER):
         return None
+    data = parts[-1].data
     try:
         return decode(data.bytes if isinstance(data, zmq.Frame) else bytes(data))
     except ProtocolError:

@@ -18,7 +18,6 @@ import pytest
 from msgspec import UNSET
 
 from kvxfer.connector import load_routes
-from kvxfer.connector.control import ControlServer
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.verifier import Verifier
 from kvxfer.tensors import strided_copy
@@ -29,7 +28,7 @@ from kvxfer.transfer.wire import BIND_TOKENS, Reason, Release, Verdict
 from kvxfer.transports import shm_direct, stream_packing
 from tests.builders import EngineShape
 from tests.connector.rig import NIXL, PATIENT, POISON, UCX, Engine, expect_copied, until
-from tests.spoken import change_messages
+from tests.spoken import change_messages, watch_messages
 
 TWO = EngineShape(tp_size=2, block_tokens=16, layout="HND")
 ONE = EngineShape(tp_size=1, block_tokens=32, layout="NHD")
@@ -502,14 +501,12 @@ def test_nobody_gets_digests_without_a_grant() -> None:
     """A Release out of the blue is invalid as ever, and brings none."""
     seen: list[Verdict] = []
     with engines("shm", "all") as (source, sink), pytest.MonkeyPatch.context() as m:
-        said = ControlServer.send
 
-        def send(self: ControlServer, identity: bytes, message: Any) -> None:
+        def look(message: object) -> None:
             if isinstance(message, Verdict):
                 seen.append(message)
-            said(self, identity, message)
 
-        m.setattr(ControlServer, "send", send)
+        watch_messages(m, look)
         ref = source.offer("d", NUM_TOKENS, SOURCE_IDS)
         source.compute("d")
         until(lambda: source.count("offers.opened"))

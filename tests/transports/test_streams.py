@@ -36,7 +36,7 @@ from kvxfer.transports.base import (
     SendStopped,
     Wake,
 )
-from kvxfer.transports.channel import Dealer, Router
+from kvxfer.transports.channel import Dealer
 from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
 from kvxfer.transports.parallel import MOST_FURTHER, num_cores, num_streams
 from kvxfer.transports.pipe import HOST_STAGING, Pipe, Slots
@@ -47,6 +47,7 @@ from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import Attached, Join, Refused, Streams, decode_to_sink, encode
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
 from tests.far_peers import use_tcp
+from tests.spoken import watch_frames
 from tests.transports.pair import (
     ATTACH,
     ZMQ,
@@ -82,13 +83,11 @@ def until_joined(pair: Pair, number: int) -> None:
 def carried(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
     """How many chunks went to each identity."""
     found: Counter[bytes] = Counter()
-    send = Router.send
 
-    def seen(router: Router, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
-        found[identity] += len(frames) > 1
-        return send(router, identity, *frames)
+    def look(frames: list[bytes]) -> None:
+        found[frames[0]] += len(frames) > 2
 
-    monkeypatch.setattr(Router, "send", seen)
+    watch_frames(monkeypatch, look)
     return found
 
 
