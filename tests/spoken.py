@@ -89,7 +89,7 @@ def _intercept(
 
 def _message_of(socket: zmq.Socket[bytes], parts: list[_Part]) -> Any:
     """None for what is no control message. Only a ROUTER names the peer first."""
-    decode = _DECODERS.get(socket.type)
+    decode = _DECODERS.get(int(socket.type))
     if decode is None or len(parts) != 1 + int(socket.type == zmq.ROUTER):
         return None
     data = parts[-1].data

@@ -198,7 +198,7 @@ def patches(module: Module) -> list[tuple[int, str]]:
             whole = ".".join(filter(None, (known.get(first, first), rest, name)))
             is_seen = first in known or first == "kvxfer"
             if is_seen and whole.startswith("kvxfer.") and name != CLOCK:
-                found.append((node.lineno, whole.removeprefix("kvxfer.")))
+                found.append((getattr(node, "lineno", 0), whole.removeprefix("kvxfer.")))
     return found
 
 
