@@ -110,7 +110,8 @@ class RankService:
         self._ledger = ledger
         self._identity, self._rank = identity, str(identity.rank)
         self._is_front_door = identity.rank == RankId(0, 0)
-        self._introduction: zmq.Frame | None = None
+        self.introduction: zmq.Frame | None = None
+        """What is answered to a Hello; None: the engine's manifest is not known yet."""
         self.io = IoThread(
             f"kvxfer-io-{identity.rank}",
             ledger.failed_call,
@@ -245,15 +246,15 @@ class RankService:
         if self._identity.rank != RankId(0, 0):
             manifest = msgspec.structs.replace(manifest, ranks=(self.manifest,))
         # Encoded and copied once: a manifest of 100 KB times every Hello would be too much.
-        self._introduction = zmq.Frame(encode(Manifest(manifest)), copy=True)
+        self.introduction = zmq.Frame(encode(Manifest(manifest)), copy=True)
 
     def _dispatch(self, identity: bytes, message: ToSource) -> None:
         match message:
             case Hello():
-                if self._introduction is None:
+                if self.introduction is None:
                     self._server.send(identity, NotReady())
                 else:
-                    self._server.send(identity, self._introduction)
+                    self._server.send(identity, self.introduction)
             case Ping():
                 self._server.send(identity, Pong(self._identity.incarnation))
             case Drain():

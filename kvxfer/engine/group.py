@@ -175,6 +175,11 @@ class EngineGroup:
     def metrics_endpoint(self) -> str:
         return self.ready().metrics_endpoint
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a rank has reported, or ended: :meth:`ready` does not wait."""
+        return bool(wait([*self._pipes, *self.sentinels], 0))
+
     def _first_report(self) -> Ready:
         sentinels = {process.sentinel for process in self._processes}
         while self._pipes:

@@ -205,6 +205,15 @@ def wait_for(
     return {source for source, _ in poller.poll(math.ceil(timeout_s * 1000))}
 
 
+def decode_to_client(frame: bytes, endpoint: str) -> ToClient:
+    """What the engine at ``endpoint`` says. Raises ProtocolError."""
+    try:
+        message: ToClient = _to_client.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"engine at {endpoint}: {e}; is it a kvxfer engine?") from e
+    return message
+
+
 class RpcClient:
     """The other end; used by one thread. Works as a context manager."""
 
@@ -268,7 +277,7 @@ class RpcClient:
         ready = wait_for(self.sockets, timeout_s)
         messages: list[ToClient] = []
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            messages.append(self._decoded(self._socket.recv(zmq.NOBLOCK)))
+            messages.append(decode_to_client(self._socket.recv(zmq.NOBLOCK), self.endpoint))
         self._is_lost = self._is_lost or self._monitor in ready
         if self._is_lost and not messages:
             if self._monitor in ready:
@@ -281,13 +290,6 @@ class RpcClient:
                 )
             raise PeerLost(f"engine at {self.endpoint}: the connection ended; is it still running?")
         return messages
-
-    def _decoded(self, frame: bytes) -> ToClient:
-        try:
-            message: ToClient = _to_client.decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-            raise ProtocolError(f"engine at {self.endpoint}: {e}; is it a kvxfer engine?") from e
-        return message
 
     def ask(self, timeout_s: float) -> Info:
         """The engine as it stands, while no request is in flight; PeerLost without an answer."""

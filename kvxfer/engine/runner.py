@@ -88,13 +88,13 @@ class Runner:
         self._device = torch.device(config.rank_devices[tp_rank])
         model_config = model_of(config)
         shard = shard_for(model_config, tp_rank, config.tp_size)
-        self._cache = RankCache(config, model_config, shard, attention_backend(config.layout))
+        self.cache = RankCache(config, model_config, shard, attention_backend(config.layout))
         self._model = LlamaModel(
             model_config,
             load_weights(model_config, shard, seed=config.seed, device=self._device),
             tp_rank=tp_rank,
             tp_size=config.tp_size,
-            layers=self._cache.layers,
+            layers=self.cache.layers,
             all_reduce=all_reduce,
         )
         self._sequences: dict[str, _Sequence] = {}
@@ -115,9 +115,9 @@ class Runner:
         elements = Elements(model.dtype)
         regions = (
             region if region.is_state else replace(region, elements=elements)
-            for region in self._cache.regions
+            for region in self.cache.regions
         )
-        connector.register_kv_caches(tuple(regions), self._cache.memory)
+        connector.register_kv_caches(tuple(regions), self.cache.memory)
         return connector
 
     @property
@@ -132,7 +132,7 @@ class Runner:
             # blocks.
             self.connector.handle_preemptions(metadata)
             self.connector.bind_connector_metadata(metadata)
-        self._cache.zero(step.zero_block_ids)
+        self.cache.zero(step.zero_block_ids)
         if self.connector is not None:
             self.connector.start_load_kv()
         # Behind the loads that are part of this step: their KV is digested too.
@@ -166,7 +166,7 @@ class Runner:
         return output
 
     def _digest(self, block_ids: GroupIds, num_tokens: int) -> KVDigest:
-        regions, buffer = self._cache.regions, self._cache.buffer
+        regions, buffer = self.cache.regions, self.cache.buffer
         if self._device.type != "cpu":
             buffer = blocks_on_host(regions, buffer, block_ids)
         return kv_digests(regions, buffer, block_ids, num_tokens)
@@ -210,7 +210,7 @@ class Runner:
             requests.append(RequestStep(sequence.block_ids, lo, num_new))
             if lo + num_new == len(sequence.token_ids):
                 ends[req_id] = len(positions) - 1
-        metadata = self._cache.metadata(requests)
+        metadata = self.cache.metadata(requests)
         hidden = self._model.forward(self._ints(token_ids), self._ints(positions), metadata)
         if self._tp_rank != 0 or not ends:
             return ()
@@ -225,4 +225,4 @@ class Runner:
         """End every offer and load, then give the memory back."""
         if self.connector is not None:
             self.connector.shutdown()
-        self._cache.close()
+        self.cache.close()

@@ -130,7 +130,7 @@ def _open_safetensors(folder: Path) -> Iterator[_Safetensors]:
         raise ModelError("safetensors is not installed; install kvxfer[engine]") from exc
     handles: dict[str, Any] = {}
     with ExitStack() as stack:
-        for file in _weight_files(folder):
+        for file in weight_files(folder):
             try:
                 handle = stack.enter_context(safetensors.safe_open(file, framework="pt"))
             except (OSError, safetensors.SafetensorError) as exc:
@@ -166,7 +166,7 @@ def weights_identity(config: ModelConfig, *, seed: int = 0) -> str:
     if config.weights is None:
         digest.update(f"seed {seed} std {_RANDOM_STD}".encode())
         return f"random-{digest.hexdigest()}"
-    for file in _weight_files(config.weights):
+    for file in weight_files(config.weights):
         nbytes = file.stat().st_size
         digest.update(f"{file.name} {nbytes}".encode())
         with file.open("rb") as stream:
@@ -176,7 +176,7 @@ def weights_identity(config: ModelConfig, *, seed: int = 0) -> str:
     return f"files-{digest.hexdigest()}"
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX_NAME
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))

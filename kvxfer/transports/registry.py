@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TypeVar
 
 import msgspec
@@ -269,7 +269,7 @@ def _is_worth_it(name: str, device_type: str, config: Config) -> bool:
         return has_several and config.curve_public_key is None
     if name not in OPTIONAL:
         return True
-    if find_spec(OPTIONAL[name]) is None:
+    if importlib.util.find_spec(OPTIONAL[name]) is None:
         return False
     if device_type != "cpu":
         return True

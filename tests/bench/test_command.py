@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_results_go_into_a_folder_of_the_day(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cache, "has_vllm", lambda: False)
+    monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr(cache, "NUM_REQUESTS", 3)
     assert command.main(["cache", "--tokens", "64", "--pools", "1000", "--rounds", "2"]) == 0
     (path,) = tmp_path.glob("kvxfer-bench/????-??-??/cache_*.json")

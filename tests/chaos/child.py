@@ -43,6 +43,7 @@ from kvxfer.testing.faults import install
 from kvxfer.transports import shm_direct
 from tests.chaos.content import PlaneView, Words, names_of, next_token
 from tests.chaos.mangling import Mangler
+from tests.connector.inside import service_behind
 
 WRONG = 0
 """The token that a request gets whose KV is not its own; no prompt and no answer has it."""
@@ -253,12 +254,14 @@ class StormyRunner(Runner):
             config.model, num_kv_heads=config.num_kv_heads, dtype=config.dtype
         )
         shard = shard_for(model, tp_rank, config.tp_size)
-        self._cache = RankCache(config, model, shard, attention_backend(config.layout))
+        self.cache = RankCache(config, model, shard, attention_backend(config.layout))
         self._sequences = {}
-        self._planes = [PlaneView(each, self._cache.buffer) for each in self._cache.regions]
+        self._planes = [PlaneView(each, self.cache.buffer) for each in self.cache.regions]
         self.connector = self._connect(model, incarnation)
         assert self.connector is not None
-        self._offsets = open_door(self.of_process, self.connector._running(), tp_rank)
+        self._offsets = open_door(
+            self.of_process, service_behind(self.connector), tp_rank, incarnation
+        )
 
     def execute(self, step: SchedulerOutput) -> StepOutput:
         """One step; before it the scheduler's cache is reset, where that was asked for."""
@@ -326,7 +329,7 @@ class StormyRunner(Runner):
 # All that a storm touches behind the connector's public face.
 
 
-def open_door(reach: Reach, service: RankService, rank: int) -> Offsets:
+def open_door(reach: Reach, service: RankService, rank: int, incarnation: bytes) -> Offsets:
     """Obey orders from now on, and say so in a file."""
     offsets = Offsets()
     service.io.now = lambda: time.monotonic() + offsets.clock_s
@@ -344,7 +347,7 @@ def open_door(reach: Reach, service: RankService, rank: int) -> Offsets:
         pid=os.getpid(),
         rank=rank,
         door=reach.name,
-        incarnation=service._identity.incarnation,
+        incarnation=incarnation,
         control=manifest.control_endpoint,
         data=dict(manifest.data_endpoints),
         threads={each.native_id or 0: each.name for each in threading.enumerate()},

@@ -277,9 +277,7 @@ class Fleet:
 
     def serves(self, member: Member) -> bool:
         """Has its new life reported? Never waits."""
-        from multiprocessing.connection import wait
-
-        return bool(wait([*member.group._pipes, *member.group.sentinels], 0))
+        return member.group.has_news
 
     def forget_client(self, member: Member) -> None:
         """Its connection has ended, or is to."""

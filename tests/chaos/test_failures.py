@@ -12,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvxfer.connector.aggregator import KVOutputAggregator
-from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import KVConnectorOutput
 from kvxfer.transfer.wire import Reason
 from tests.builders import EngineShape
 from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, num_pulls, until
+from tests.spoken import watch_messages
 
 SHAPE = EngineShape(num_blocks=16)
 SPAN = (0, 64)
@@ -252,7 +252,7 @@ def test_a_transfer_that_cannot_be_posted_ends(monkeypatch: pytest.MonkeyPatch) 
             raise OSError(24, "too many open files")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Peer, "send", no_send)
+            watch_messages(patch, no_send)
             sink.load("d", ref, BLOCKS, SPAN)
             until(lambda: sink.received("d"))
         assert None not in sink.reasons("d")

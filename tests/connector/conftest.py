@@ -9,14 +9,13 @@ import pytest
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.tensors import device_launch
-from kvxfer.transports import registry
 from tests.transports.host_gpu import serve_without_gpu
+from tests.wires import keep_wires
 
 
 @pytest.fixture(autouse=True)
 def stand_in_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "SOURCES", dict(registry.SOURCES))
-    monkeypatch.setattr(registry, "SINKS", dict(registry.SINKS))
+    keep_wires(monkeypatch)
     monkeypatch.setattr(device_launch, "launch_copy", launch_copy)
     serve_without_gpu()
 

@@ -42,9 +42,10 @@ from kvxfer.transfer.manifest import EngineManifest
 from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, VERIFY, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory, SinkTransport
-from kvxfer.transports.visitors import Backlog
+from kvxfer.transports.visitors import LOOK_S
 from tests.builders import EngineShape, build_manifest, identity_of
 from tests.conftest import HAS_CUDA
+from tests.connector.inside import service_behind
 from tests.helpers import needs_nixl, needs_ucxx
 from tests.oracle import oracle_copy
 
@@ -237,7 +238,7 @@ class Engine:
         self.last_offer = order
         self.nonces[request_id] = order.nonce
         self.num_offered[request_id] = num_tokens
-        blocks = self._blocks(request_id, table)
+        blocks = self.blocks_of(request_id, table)
         self.step(ConnectorMetadata(offers=(order,), blocks=(blocks,)))
         return SourceRef(
             engine_id=self.engine_id,
@@ -248,13 +249,13 @@ class Engine:
             curve_public_key=self.manifest.ranks[0].curve_public_key,
         )
 
-    def _blocks(self, request_id: str, table: Table) -> OfferBlocks:
+    def blocks_of(self, request_id: str, table: Table) -> OfferBlocks:
         keepings = group_keepings(r for rank in self.manifest.ranks for r in rank.regions)
         return OfferBlocks(request_id, held_ids(table, keepings, self.num_offered[request_id]))
 
     def grow(self, request_id: str, num_tokens: int, table: Table) -> None:
         """A step after which the first tokens are computed; ``table``: the blocks by then."""
-        blocks = self._blocks(request_id, table)
+        blocks = self.blocks_of(request_id, table)
         self.step(ConnectorMetadata(blocks=(blocks,), grown=((request_id, num_tokens),)))
 
     def compute(self, *request_ids: str) -> None:
@@ -391,9 +392,7 @@ def expect_moved(
 
 
 def service_of(engine: Engine, number: int = 0) -> RankService:
-    service = engine.workers[number]._service
-    assert service is not None
-    return service
+    return service_behind(engine.workers[number])
 
 
 @contextmanager
@@ -462,7 +461,13 @@ def num_pulls(source: Engine, nonce: bytes) -> int:
     return len(offer.asked) if offer is not None else 0
 
 
-def backlogs_of(engine: Engine) -> list[Backlog]:
-    """Of the connections at its control endpoint, one each."""
-    visitors = service_of(engine)._server.router.visitors
-    return [visitor.backlog for visitor in list(visitors._visitors.values())]
+def num_connections_of(engine: Engine) -> int:
+    """At its control endpoint."""
+    return len(service_of(engine)._server.router)
+
+
+def let_look(engine: Engine) -> None:
+    """Until it has looked at what its connections have sent."""
+    io, has_looked = service_of(engine).io, threading.Event()
+    io.post(lambda: io.after(LOOK_S, has_looked.set))
+    assert has_looked.wait(STUCK_S)

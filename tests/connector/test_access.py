@@ -179,7 +179,7 @@ def test_nobody_need_listen_yet_before_a_source_is_connected_to() -> None:
 def test_somebody_answers_for_a_source_of_another_user(
     settings: dict[str, Any], listener: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvxfer.connector.access.os.geteuid", lambda: 4242)
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
     if "::1" in listener and "allowed_peers" in settings:
         settings = {"allowed_peers": ("::1",)}
     for are_up in (False, True):

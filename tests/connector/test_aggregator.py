@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.connector.aggregator import KVOutputAggregator
+from kvxfer.connector.aggregator import MOST_OPEN_IDS, KVOutputAggregator
 from kvxfer.connector.records import KVConnectorOutput, KVConnectorStats
 
 
@@ -114,14 +114,15 @@ def test_a_failure_counts_in_the_round_that_completes_the_request() -> None:
     assert (result.finished_recving, result.failed_recving) == ({"a"}, {"a": "x"})
 
 
-def test_what_nobody_completes_is_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvxfer.connector.aggregator.MOST_OPEN_IDS", 3)
+def test_what_nobody_completes_is_forgotten_oldest_first() -> None:
     aggregator = KVOutputAggregator(2)
-    for number in range(5):
-        merged(aggregator, sent(str(number)), nothing())
-    everything = sent(*map(str, range(2, 5)))
-    assert merged(aggregator, nothing(), everything).finished_sending == {"2", "3", "4"}
-    assert merged(aggregator, nothing(), sent("0")).finished_sending is None
+    for name in ("0", "1"):
+        merged(aggregator, sent(name), nothing())
+    later = set(map(str, range(2, MOST_OPEN_IDS + 2)))
+    merged(aggregator, sent(*later), nothing())
+    assert merged(aggregator, nothing(), sent(*later)).finished_sending == later
+    for name in ("0", "1"):
+        assert merged(aggregator, nothing(), sent(name)).finished_sending is None
 
 
 @dataclass

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.connector.board import NUM_SLOTS, PROBES, SLOT_NBYTES, Board, BoardView, Posted
-from kvxfer.connector.control import ControlServer
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemfdHandle
@@ -27,6 +26,7 @@ from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import Broken, Grant, Reason, Refuse, Verdict
 from tests.builders import EngineShape
 from tests.connector.rig import DIGEST, POISON, STUCK_S, Engine, expect_copied, stuck, until
+from tests.spoken import change_messages, watch_messages
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -304,13 +304,7 @@ def offered(source: Engine, name: str = "p") -> Any:
 
 def silence(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> None:
     """The source never says any of these."""
-    said = ControlServer.send
-
-    def send(self: ControlServer, identity: bytes, message: Any) -> None:
-        if not isinstance(message, kinds):
-            said(self, identity, message)
-
-    monkeypatch.setattr(ControlServer, "send", send)
+    change_messages(monkeypatch, lambda said: () if isinstance(said, kinds) else (said,))
 
 
 def test_a_load_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +439,7 @@ def test_the_board_says_so_before_anything_is_freed(
 
     monkeypatch.setattr(Ledger, "sent", look)
     if ending == "cannot be broken":
-        monkeypatch.setattr(ControlServer, "send", _fail_at(ControlServer.send, 2, Grant))
+        watch_messages(monkeypatch, _fail_at(lambda _: None, 0, Grant))
         monkeypatch.setattr(OfferSession, "step", _fail_at(OfferSession.step, 1, Break))
     source = prefill(lease_s=0.2 if ending == "expired" else 30.0, keep_s=0.05)
     (entry,) = source.manifest.ranks

@@ -5,8 +5,9 @@ id, and loads what is open while the rest is computed.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from tests.connector.rig import (
     until,
 )
 from tests.connector.sides import Request, Side, table_of
+from tests.wires import pipe_of, use_source
 
 SETTINGS: dict[str, Any] = {**PATIENT, "early_wait_s": 60.0, "load_in_step_s": 0.0}
 SHAPE = EngineShape(num_blocks=24, inner_nbytes=64)
@@ -315,8 +317,13 @@ def test_a_prefill_that_is_preempted_is_found_again(wire: str) -> None:
 def test_a_name_passes_on_while_the_stream_of_the_offer_before_is_stopping(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stop, stopped = StreamSource.stop_send, list[tuple[StreamSource, TransferKey]]()
-    monkeypatch.setattr(StreamSource, "stop_send", lambda *given: stopped.append(given))
+    stopped: list[Callable[[], None]] = []
+
+    class StopsLater(StreamSource):
+        def stop_send(self, key: TransferKey) -> None:
+            stopped.append(partial(super().stop_send, key))
+
+    use_source(monkeypatch, "zmq", partial(StopsLater, pipe_of("zmq")))
     with loading(48, transport="zmq", chunk_nbytes=4096) as (source, sink, prefill, decode):
         nonce = source.scheduler._offers._offers[prefill.request_id].nonce
         until(lambda: num_pulls(source.engine, nonce))
@@ -329,8 +336,8 @@ def test_a_name_passes_on_while_the_stream_of_the_offer_before_is_stopping(
         assert sink.ask(decode) == (HI, True)
         assert stopped
         service = service_of(source.engine)
-        for given in stopped:
-            service.io.post(stop, *given)
+        for stop in stopped:
+            service.io.post(stop)
 
 
 def test_a_prefill_that_is_aborted_fails_the_load_by_name() -> None:

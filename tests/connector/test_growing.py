@@ -5,7 +5,7 @@ blocks is poison until its step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxfer.connector.control import ControlServer
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.connector.source import IsReady
 from kvxfer.transfer.layout import Interior
-from kvxfer.transfer.wire import Grant, OfferRef, Reason, ToSink
+from kvxfer.transfer.wire import Grant, OfferRef, Reason
 from tests.builders import MAMBA2, EngineShape
 from tests.conftest import HAS_CUDA
 from tests.connector.rig import (
@@ -38,6 +37,7 @@ from tests.connector.rig import (
 )
 from tests.connector.sides import UNCOMPUTED, first_blocks, table_of
 from tests.oracle import oracle_copy
+from tests.spoken import change_messages
 
 SETTINGS: dict[str, Any] = {**PATIENT, "early_wait_s": 60.0, "chunk_nbytes": 4096}
 LARGE = EngineShape(num_blocks=24, inner_nbytes=128)
@@ -140,7 +140,7 @@ class Prefill:
         if num_tokens < self.num_tokens:
             self.engine.grow(self.name, num_tokens, self.blocks(num_tokens))
             return
-        blocks = self.engine._blocks(self.name, self.table)
+        blocks = self.engine.blocks_of(self.name, self.table)
         self.engine.step(ConnectorMetadata(blocks=(blocks,)))
         self.engine.compute(self.name)
 
@@ -358,17 +358,15 @@ def test_grants_that_are_lost_come_twice_or_too_late_do_no_harm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second one is lost; all later ones come twice, and the one before them once more."""
-    send, kept = ControlServer.send, list[ToSink]()
+    kept: list[Grant] = []
 
-    def unreliable(self: ControlServer, identity: bytes, answer: Any) -> None:  # noqa: ANN401
+    def unreliable(answer: Any) -> Iterable[Any]:  # noqa: ANN401
         if not isinstance(answer, Grant):
-            send(self, identity, answer)
-            return
+            return (answer,)
         kept.append(answer)
-        for each in (answer, *kept[-2:]) if len(kept) != 2 else ():
-            send(self, identity, each)
+        return (answer, *kept[-2:]) if len(kept) != 2 else ()
 
-    monkeypatch.setattr(ControlServer, "send", unreliable)
+    change_messages(monkeypatch, unreliable)
     with loading() as (prefill, sink, taken):
         until(lambda: len(kept) > 2)  # it was asked again
         until(lambda: has_first_half(prefill, sink, taken))
@@ -379,15 +377,13 @@ def test_grants_that_are_lost_come_twice_or_too_late_do_no_harm(
 
 
 def test_block_ids_are_appended_and_never_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = ControlServer.send
-
-    def change(self: ControlServer, identity: bytes, answer: Any) -> None:  # noqa: ANN401
+    def change(answer: Any) -> Iterable[Any]:  # noqa: ANN401
         if isinstance(answer, Grant) and answer.open_tokens == 64:
             (ids,) = answer.block_ids
             answer = msgspec.structs.replace(answer, block_ids=((ids[1], ids[0], *ids[2:]),))
-        send(self, identity, answer)
+        return (answer,)
 
-    monkeypatch.setattr(ControlServer, "send", change)
+    change_messages(monkeypatch, change)
     with loading() as (prefill, sink, taken):
         until(lambda: has_first_half(prefill, sink, taken))
         prefill.step(64)

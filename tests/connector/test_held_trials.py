@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.plan import CopyClass
 from kvxfer.transports.base import Trial
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, until
 from tests.helpers import Opened
+from tests.wires import use_sink
 
 SHAPE = EngineShape(num_kv_heads=4, num_blocks=64)
 TWO_RANKS = EngineShape(tp_size=2, num_kv_heads=4, num_blocks=64)
@@ -28,26 +31,31 @@ class Trials:
         self.go, self.has_begun = threading.Event(), threading.Event()
         self.go.set()
         self.fails_at = 0  # the attach of that number; the first is 1
-        inner_trial, inner_attach = ShmSink.trial, ShmSink.attach
+        self.others_fail = False
+        trials = self
 
-        def trial(sink: ShmSink, source: object, timeout_s: float, classes: object) -> Trial:
-            costs = inner_trial(sink, source, timeout_s).costs  # type: ignore[arg-type]
-            self.has_begun.set()
-            assert self.go.wait(10)
-            self.opened.append(Opened())
-            return Trial(costs, held=(self.opened[-1],))
+        class Held(ShmSink):
+            def trial(
+                self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
+            ) -> Trial:
+                if trials.others_fail and trials.opened:
+                    raise ZeroDivisionError
+                costs = super().trial(source, timeout_s).costs
+                trials.has_begun.set()
+                assert trials.go.wait(10)
+                trials.opened.append(Opened())
+                return Trial(costs, held=(trials.opened[-1],))
 
-        def attach(sink: ShmSink, source: object, trial: Trial | None = None) -> None:
-            assert trial is not None
-            (opened,) = trial.held
-            assert isinstance(opened, Opened)
-            self.attached.append(opened)
-            if len(self.attached) == self.fails_at:
-                raise RuntimeError("no room")
-            inner_attach(sink, source)  # type: ignore[arg-type]
+            def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
+                assert trial is not None
+                (opened,) = trial.held
+                assert isinstance(opened, Opened)
+                trials.attached.append(opened)
+                if len(trials.attached) == trials.fails_at:
+                    raise RuntimeError("no room")
+                super().attach(source)
 
-        monkeypatch.setattr(ShmSink, "trial", trial)
-        monkeypatch.setattr(ShmSink, "attach", attach)
+        use_sink(monkeypatch, "shm", Held)
 
     def all_closed(self) -> bool:
         """Something was opened, and none of it is open."""
@@ -119,17 +127,8 @@ def test_a_rank_that_is_shut_down_before_its_trial_ends(trials: Trials) -> None:
         assert not trials.attached
 
 
-def test_a_trial_of_another_rank_that_fails(
-    trials: Trials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner = ShmSink.trial
-
-    def second_fails(sink: ShmSink, source: object, timeout_s: float, classes: object) -> Trial:
-        if trials.opened:
-            raise ZeroDivisionError
-        return inner(sink, source, timeout_s, classes)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ShmSink, "trial", second_fails)
+def test_a_trial_of_another_rank_that_fails(trials: Trials) -> None:
+    trials.others_fail = True
     with engines(TWO_RANKS) as (source, sink):
         begin(source, sink)
         until(lambda: sink.received("d"))

@@ -16,15 +16,15 @@ import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector import control, rank_service
+from kvxfer.connector import rank_service
 from kvxfer.connector.access import protection
 from kvxfer.connector.params import LoadWanted, make_params, parse_params
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports.key_folder import STEPS, USE, make_keys, read_keys, rotate_keys, short
-from kvxfer.transports.stream_sink import StreamSink
 from tests.builders import EngineShape
 from tests.connector.rig import NIXL, PATIENT, POISON, UCX, Engine, until
+from tests.far_peers import use_tcp
 from tests.helpers import free_port
 from tests.wiretap import Wiretap
 
@@ -36,8 +36,7 @@ MARKER = "a-name-that-nobody-else-has"
 @pytest.fixture
 def wiretap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wiretap]:
     """Two hosts: nobody finds a Unix socket."""
-    monkeypatch.setattr(control, "nearest_endpoint", lambda endpoint: endpoint)
-    monkeypatch.setattr(StreamSink, "uses_unix_sockets", False)
+    use_tcp(monkeypatch)
     tap, connect = Wiretap(), zmq.Socket.connect
 
     def tapped(dealer: zmq.Socket[bytes], endpoint: str) -> object:
@@ -135,8 +134,7 @@ class Host:
 def test_a_fleet_changes_its_key_without_a_load_that_fails(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(control, "nearest_endpoint", lambda endpoint: endpoint)
-    monkeypatch.setattr(StreamSink, "uses_unix_sockets", False)
+    use_tcp(monkeypatch)
     hosts = [Host(n, folder, tmp_path) for n in ("prefill0", "prefill1", "decode0", "decode1")]
     keys: set[tuple[bool, bool]] = set()
 

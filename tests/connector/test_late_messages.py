@@ -49,6 +49,7 @@ from tests.connector.rig import (
     service_of,
     until,
 )
+from tests.wires import use_sink
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -173,22 +174,28 @@ def test_the_pull_of_a_longer_copy_does_not_wait_for_its_end(
 
 
 def test_a_load_that_breaks_in_its_round_says_so_in_order(
-    source: Engine, sink: Engine, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    source: Engine, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poll = ShmSink.poll
+    is_broken = False
 
-    def broken(self: ShmSink) -> list[SinkCompletion]:
-        return [
-            ReadBroke(each.key, Reason.READ_FAILED, "") if isinstance(each, ReadDone) else each
-            for each in poll(self)
-        ]
+    class Breaking(ShmSink):
+        def poll(self) -> list[SinkCompletion]:
+            return [
+                ReadBroke(each.key, Reason.READ_FAILED, "")
+                if is_broken and isinstance(each, ReadDone)
+                else each
+                for each in super().poll()
+            ]
 
-    monkeypatch.setattr(ShmSink, "poll", broken)
-    sink.load("d", offered(source, "p"), range(4), SPAN, hold=True)
-    until(lambda: sink.received("d"))
-    assert sink.reasons("d") == {"read_failed"}
-    until(lambda: source.sent("p"))
-    expect_said(said, ["Keep", "Pull", "Cancel"], without=frozenset({"d"}))
+    use_sink(monkeypatch, "shm", Breaking)
+    with decode() as sink:
+        meet(source, sink, said)
+        is_broken = True
+        sink.load("d", offered(source, "p"), range(4), SPAN, hold=True)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"read_failed"}
+        until(lambda: source.sent("p"))
+        expect_said(said, ["Keep", "Pull", "Cancel"], without=frozenset({"d"}))
 
 
 def test_a_load_that_is_aborted_in_its_round_says_so_in_order(

@@ -27,9 +27,11 @@ from kvxfer.transfer.wire import (
     decode_to_sink,
     encode,
 )
+from kvxfer.transports.base import TransferKey
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
 from tests.connector.rig import DIGEST, HOST_WIRES, POISON, Engine, until
+from tests.wires import use_sink
 
 SOURCE = EngineShape(tp_size=2, num_kv_heads=4, block_tokens=16, layout="HND", num_blocks=12)
 SINK = EngineShape(tp_size=1, num_kv_heads=4, block_tokens=24, layout="NHD", num_blocks=10)
@@ -235,8 +237,11 @@ def test_a_silent_claimant_loses_its_claim_and_the_others_do_not() -> None:
 def test_a_read_that_does_not_end_keeps_its_blocks_and_marks_the_peer_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A wire that does not hear of the stop: the copy goes on for 1.5 s.
-    monkeypatch.setattr(ShmSink, "stop_read", lambda self, key: None)
+    class Deaf(ShmSink):
+        def stop_read(self, key: TransferKey) -> None:
+            """The copy goes on for 1.5 s."""
+
+    use_sink(monkeypatch, "shm", Deaf)
     with (
         Engine(ONE, "prefill", fill=1, transport="shm") as source,
         Engine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import ChunkHeader, ToSink, decode_to_sink
 from tests.builders import EngineShape, build_manifest
 from tests.connector.rig import POISON, Engine, expect_copied, until
+from tests.wires import pipe_of, use_sink
 
 KIB, MIB = 1 << 10, 1 << 20
 SHAPE = EngineShape(num_kv_heads=2, num_blocks=64)
@@ -62,16 +64,21 @@ class OnTheWire:
 def measured(monkeypatch: pytest.MonkeyPatch, *, shm: WireCosts | str, zmq: WireCosts) -> None:
     """These are the costs, whatever they are."""
 
-    def trial(costs: WireCosts | str) -> Any:
-        def say(sink: object, source: object, timeout_s: float, classes: object) -> Trial:
-            if isinstance(costs, str):
-                raise TransportUnavailable(costs)
-            return Trial(costs)
+    def say(costs: WireCosts | str) -> Trial:
+        if isinstance(costs, str):
+            raise TransportUnavailable(costs)
+        return Trial(costs)
 
-        return say
+    class Mapping(ShmSink):
+        def trial(self, *_: object) -> Trial:
+            return say(shm)
 
-    monkeypatch.setattr(ShmSink, "trial", trial(shm))
-    monkeypatch.setattr(StreamSink, "trial", trial(zmq))
+    class Stream(StreamSink):
+        def trial(self, *_: object) -> Trial:
+            return say(zmq)
+
+    use_sink(monkeypatch, "shm", Mapping)
+    use_sink(monkeypatch, "zmq", partial(Stream, pipe_of("zmq")))
 
 
 def load(source: Engine, sink: Engine) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,18 +13,21 @@ import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector import peers as peers_module
 from kvxfer.connector.access import check_introduction
 from kvxfer.connector.peer_session import PeerState
+from kvxfer.connector.peers import MAX_GREETED
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.plan import CopyClass
 from kvxfer.transfer.wire import Hello, Manifest, decode_to_sink, encode
 from kvxfer.transports.base import Trial
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, WIRES, Engine, peers_of, service_of, until, wires_of
 from tests.helpers import free_port
+from tests.wires import use_sink
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -215,7 +220,7 @@ def test_another_users_process_is_not_even_connected_to(monkeypatch: pytest.Monk
         Engine(ONE, "decode", fill=POISON) as sink,
     ):
         endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
-        monkeypatch.setattr("kvxfer.connector.access.os.geteuid", lambda: 4242)
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
         ref = msgspec.structs.replace(sink.offer("x", 64, range(4)), endpoint=endpoint)
         assert _load(sink, "d", ref) == {"not_allowed"}
         listening.settimeout(0.1)
@@ -232,7 +237,7 @@ def test_kv_of_another_users_process_is_not_taken_unless_its_host_is_named(
         Engine(ONE, "d2", fill=POISON, transport="zmq", allowed_peers=("127.0.0.1",)) as named,
         Engine(ONE, "d3", fill=POISON, transport="zmq", params_key="k" * 16) as signed,
     ):
-        monkeypatch.setattr("kvxfer.connector.access.os.geteuid", lambda: 4242)
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
         assert _load(sink, "d", _offered(source, "p")) == {"not_allowed"}
         assert "expected a process of this user" in sink.reports("d")[0].detail
         assert (sink.pools[0].tensor == POISON).all()
@@ -307,14 +312,15 @@ def test_a_source_that_does_not_bind_tokens_is_refused_by_a_sink_that_does() -> 
 def test_a_wire_that_fails_in_an_unforeseen_way_fails_the_contact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def attach(self: ShmSink, *arguments: object) -> None:
-        raise zmq.ZMQError(24)
+    class Broken(ShmSink):
+        def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
+            raise zmq.ZMQError(24)
 
+    use_sink(monkeypatch, "shm", Broken)
     with (
         Engine(ONE, "a", fill=1, transport="shm") as source,
         Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
     ):
-        monkeypatch.setattr(ShmSink, "attach", attach)
         started_s = time.perf_counter()
         assert _load(sink, "d", _offered(source, "p")) == {"transport"}
         assert time.perf_counter() - started_s < 1.0
@@ -327,12 +333,15 @@ def test_a_first_contact_is_bounded_whatever_the_number_of_ranks(
 
     tried: list[RankManifest] = []
 
-    def trial(self: ShmSink, source: RankManifest, timeout_s: float, classes: object) -> Trial:
-        tried.append(source)
-        time.sleep(min(timeout_s, 1.2))
-        return Trial(WireCosts(0.0, 0.0, 1e9))
+    class Slow(ShmSink):
+        def trial(
+            self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
+        ) -> Trial:
+            tried.append(source)
+            time.sleep(min(timeout_s, 1.2))
+            return Trial(WireCosts(0.0, 0.0, 1e9))
 
-    monkeypatch.setattr(ShmSink, "trial", trial)
+    use_sink(monkeypatch, "shm", Slow)
     four = EngineShape(tp_size=4, num_kv_heads=4)
     with (
         Engine(four, "a", fill=1, transport="shm") as source,
@@ -356,7 +365,14 @@ def test_a_first_contact_is_bounded_whatever_the_number_of_ranks(
 
 
 def test_a_trial_that_never_ends_ends_the_contact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShmSink, "trial", lambda *_: time.sleep(6))
+    class Endless(ShmSink):
+        def trial(
+            self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
+        ) -> Trial:
+            time.sleep(6)
+            raise TransportUnavailable("too late")
+
+    use_sink(monkeypatch, "shm", Endless)
     with (
         Engine(ONE, "a", fill=1, transport="shm") as source,
         Engine(ONE, "decode", fill=POISON, transport="shm", connect_timeout_s=0.3) as sink,
@@ -367,16 +383,16 @@ def test_a_trial_that_never_ends_ends_the_contact(monkeypatch: pytest.MonkeyPatc
         time.sleep(2)  # the thread of the trial ends
 
 
-def test_only_so_many_engines_are_met_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "MAX_GREETED", 3)
-    with Engine(ONE, "decode", fill=POISON, connect_timeout_s=0.8) as sink:
-        for number in range(5):
+def test_only_so_many_engines_are_met_at_one_time() -> None:
+    with Engine(ONE, "decode", fill=POISON, connect_timeout_s=2.0) as sink:
+        for number in range(MAX_GREETED + 2):
             ref = sink.offer(f"x{number}", 64, range(4))
             nobody = f"tcp://127.0.0.1:{free_port()}"
             ref = msgspec.structs.replace(ref, engine_id=f"e{number}", endpoint=nobody)
             sink.load(f"d{number}", ref, range(4), SPAN)
-        until(lambda: sink.received("d4"), 0.5)
-        assert "at most 3 engines" in sink.reports("d4")[0].detail
+        last = f"d{MAX_GREETED + 1}"
+        until(lambda: sink.received(last), 1.5)
+        assert f"at most {MAX_GREETED} engines" in sink.reports(last)[0].detail
         assert sink.count("peers.crowded") == 2
         until(lambda: sink.received("d0"))
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from kvxfer.connector import keeper as keeper_module
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import SourceRef
-from kvxfer.connector.source import Source
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.wire import Consumer, Grant, Keep, OfferRef, Pull, ToSource
+from kvxfer.transfer.wire import Consumer, Grant, Keep, OfferRef, Pull, Release
 from kvxfer.transports.base import ReadRequest
 from kvxfer.transports.stream_sink import StreamSink
 from tests.builders import EngineShape
@@ -32,6 +31,8 @@ from tests.connector.rig import (
     service_of,
     until,
 )
+from tests.spoken import change_messages, watch_messages
+from tests.wires import pipe_of, use_sink
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -52,7 +53,7 @@ def _meet(source: Engine, sink: Engine) -> None:
 def test_a_release_that_is_never_answered_misses_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Source, "_on_release", lambda self, identity, release: None)
+    change_messages(monkeypatch, lambda said: () if isinstance(said, Release) else (said,))
     with (
         Engine(ONE, "prefill", fill=1, transport="shm") as source,
         Engine(
@@ -98,10 +99,10 @@ def test_what_a_link_raises_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> N
         _meet(source, sink)
         with monkeypatch.context() as patch:
 
-            def no_send(self: Peer, rank: RankId, message: ToSource) -> None:
-                raise zmq.ZMQError(24)
+            def no_send(_: object) -> None:
+                raise OSError(24, "too many open files")
 
-            patch.setattr(Peer, "send", no_send)
+            watch_messages(patch, no_send)
             sink.load("d", _offered(source, "p"), range(4), SPAN)
             until(lambda: sink.received("d"), 0.8)
         assert sink.reasons("d") == {"read_failed"}
@@ -168,22 +169,21 @@ def test_no_keep_stays_behind_for_a_load_that_ends_as_it_begins(
 def test_nothing_is_asked_behind_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two Pulls cannot be sent: the second route is neither armed nor asked."""
     expected: list[str] = []
-    submit_expect = StreamSink.submit_expect
 
-    def expect(self: StreamSink, request: ReadRequest) -> None:
-        expected.append(request.key.source_rank)
-        submit_expect(self, request)
+    class Noting(StreamSink):
+        def submit_expect(self, request: ReadRequest) -> None:
+            expected.append(request.key.source_rank)
+            super().submit_expect(request)
 
-    send, pulled = Peer.send, []
+    pulled: list[Pull] = []
 
-    def send_but_not_first(self: Peer, rank: RankId, message: ToSource) -> None:
+    def send_but_not_first(message: object) -> None:
         if isinstance(message, Pull):
-            pulled.append(rank)
+            pulled.append(message)
             raise ProtocolError("too long")
-        send(self, rank, message)
 
-    monkeypatch.setattr(StreamSink, "submit_expect", expect)
-    monkeypatch.setattr(Peer, "send", send_but_not_first)
+    use_sink(monkeypatch, "zmq", partial(Noting, pipe_of("zmq")))
+    watch_messages(monkeypatch, send_but_not_first)
     with (
         Engine(EngineShape(tp_size=2, num_kv_heads=4), "a", fill=1, transport="zmq") as source,
         Engine(EngineShape(num_kv_heads=4), "decode", fill=POISON, transport="zmq") as sink,
@@ -220,16 +220,14 @@ def test_keeps_of_many_offers_come_in_slices_and_go_on_after_a_failure(
 ) -> None:
     monkeypatch.setattr(keeper_module, "MAX_KEPT", 2)
     sizes: list[int] = []
-    send = Peer.send
 
-    def record(self: Peer, rank: RankId, message: ToSource) -> None:
+    def record(message: object) -> None:
         if isinstance(message, Keep):
             sizes.append(len(message.offers))
             if len(sizes) == 6:
                 raise RuntimeError("unforeseen")
-        send(self, rank, message)
 
-    monkeypatch.setattr(Peer, "send", record)
+    watch_messages(monkeypatch, record)
     with (
         Engine(ONE, "prefill", fill=1, lease_s=1.5, keep_s=0.5) as source,
         Engine(ONE, "decode", fill=POISON, lease_s=1.5, keep_s=0.5) as sink,
@@ -249,14 +247,12 @@ def test_an_offer_that_was_given_up_before_its_engine_was_known_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: list[OfferRef] = []
-    send = Peer.send
 
-    def record(self: Peer, rank: RankId, message: ToSource) -> None:
+    def record(message: object) -> None:
         if isinstance(message, Keep):
             kept.extend(message.offers)
-        send(self, rank, message)
 
-    monkeypatch.setattr(Peer, "send", record)
+    watch_messages(monkeypatch, record)
     with (
         Engine(ONE, "prefill", fill=1) as source,
         Engine(ONE, "decode", fill=POISON) as sink,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import zmq
 
 from kvxfer.connector import source as source_module
-from kvxfer.connector.control import ControlServer
 from kvxfer.connector.given_offer import read_pull
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.connector.source import IsReady
@@ -43,6 +43,8 @@ from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.visitors import MOST_UNREAD
 from tests.builders import EngineShape
 from tests.connector.rig import DIGEST, POISON, Engine, given_offer, num_pulls, service_of, until
+from tests.spoken import watch_messages
+from tests.wires import pipe_of, use_source
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=8)
 LIFE = b"s" * 16
@@ -116,14 +118,11 @@ def test_an_event_that_raises_breaks_its_offer_and_no_other() -> None:
 def test_an_answer_that_fails_when_an_offer_opens_breaks_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    send = ControlServer.send
-
-    def fail_grants(self: ControlServer, identity: bytes, answer: ToSink | zmq.Frame) -> None:
-        if isinstance(answer, Grant):
+    def fail_grants(message: object) -> None:
+        if isinstance(message, Grant):
             raise OSError("unforeseen")
-        send(self, identity, answer)
 
-    monkeypatch.setattr(ControlServer, "send", fail_grants)
+    watch_messages(monkeypatch, fail_grants)
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
         ref = source.offer("p", 16, [1])
         dealer.send(encode(_pull(source, ref, wire="shm")))
@@ -161,16 +160,17 @@ def test_a_stream_that_cannot_start_takes_the_ones_beside_it_along(
     """Two parked Pulls of one engine: the first fails as the offer opens, the second has not begun,
     and all blocks come back.
     """
-    submit_send, num_sends = StreamSource.submit_send, 0
+    num_sends = 0
 
-    def fail_first(self: StreamSource, request: SendRequest) -> None:
-        nonlocal num_sends
-        num_sends += 1
-        if num_sends == 1:
-            raise RuntimeError("unforeseen")
-        submit_send(self, request)
+    class FailsFirst(StreamSource):
+        def submit_send(self, request: SendRequest) -> None:
+            nonlocal num_sends
+            num_sends += 1
+            if num_sends == 1:
+                raise RuntimeError("unforeseen")
+            super().submit_send(request)
 
-    monkeypatch.setattr(StreamSource, "submit_send", fail_first)
+    use_source(monkeypatch, "zmq", partial(FailsFirst, pipe_of("zmq")))
     with (
         Engine(EngineShape(num_kv_heads=4), "prefill", fill=1, transport="zmq") as source,
         Engine(
@@ -192,20 +192,19 @@ def test_a_stream_that_cannot_start_takes_the_ones_beside_it_along(
 def test_the_engine_goes_on_when_an_offer_cannot_be_broken(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    step, send = OfferSession.step, ControlServer.send
+    step = OfferSession.step
 
     def fail_step(self: OfferSession, event: SourceEvent) -> list[Any]:
         if isinstance(event, Break):
             raise OSError("unforeseen")
         return step(self, event)
 
-    def fail_send(self: ControlServer, identity: bytes, answer: ToSink | zmq.Frame) -> None:
-        if isinstance(answer, Broken):
+    def fail_send(message: object) -> None:
+        if isinstance(message, Broken):
             raise OSError("unforeseen")
-        send(self, identity, answer)
 
     if where == "send":
-        monkeypatch.setattr(ControlServer, "send", fail_send)
+        watch_messages(monkeypatch, fail_send)
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
         ref = source.offer("p", 16, [1])
         source.compute("p")

@@ -35,10 +35,18 @@ from kvxfer.transfer.wire import (
     encode,
 )
 from kvxfer.transports import channel, guard, visitors
-from kvxfer.transports.stream_sink import StreamSink
 from tests import zmtp
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, backlogs_of, service_of, stuck, until
+from tests.connector.rig import (
+    POISON,
+    Engine,
+    let_look,
+    num_connections_of,
+    service_of,
+    stuck,
+    until,
+)
+from tests.far_peers import count_as_far, limit_descriptors, use_tcp
 
 ONE = EngineShape()
 PORTS = ["control", "data"]
@@ -312,7 +320,7 @@ def test_what_is_left_of_a_connection_is_not_asked_after_for_each_message(
     with closing(last):
         for _ in range(50):
             assert last.recv(1)
-        until(lambda: not any(each.is_heard for each in backlogs_of(engine)))
+        let_look(engine)
     assert len(looks) < 60, "of 400 messages"
 
 
@@ -327,7 +335,7 @@ def test_who_sends_and_goes_again_and_again_has_to_wait(
 
     for _ in range(2 * visitors.MOST_LEFT):
         send_and_go()
-        until(lambda: not backlogs_of(engine))
+        until(lambda: not num_connections_of(engine))
     assert not is_kept_out(engine.endpoint)  # all of it was read at once
     penalties = guard.penalties_of(service_of(engine)._context)
     listener = service_of(engine)._server.router
@@ -356,32 +364,30 @@ def test_who_is_not_admitted_is_refused_at_the_handshake(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    decide = guard.why_refused
-
-    def from_afar(config: Any, address: str, key: str | None) -> str | None:
-        return decide(config, "192.0.2.7" if address == "127.0.0.1" else address, key)
-
-    monkeypatch.setattr(guard, "why_refused", from_afar)
+    count_as_far(monkeypatch, "127.0.0.9".__eq__)
     for _ in range(3):
         with pytest.raises(ConnectionError, match="400"):
-            zmtp.connect(port_of(engine, port))
+            zmtp.connect(port_of(engine, port), address="127.0.0.9")
     until(lambda: engine.count("connections.refused.address") == 3)
     (line,) = [each for each in caplog.messages if "was refused" in each]
-    assert "127.0.0.1 was refused: expected a peer on this host" in line
+    assert "127.0.0.9 was refused: expected a peer on this host" in line
     assert "allowed_peers" in line
 
 
 def test_both_sides_are_told_of_allowed_peers(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(control, "nearest_endpoint", lambda endpoint: endpoint)  # over TCP
-    monkeypatch.setattr(guard, "why_refused", lambda *_: "not you")
-    with Engine(ONE, "decode", fill=POISON, connect_timeout_s=1.0) as sink:
-        ref = engine.offer("p", 16, [1])
+    use_tcp(monkeypatch)
+    with (
+        Engine(ONE, "prefill", fill=1, allowed_peers=("192.0.2.1",)) as source,
+        Engine(ONE, "decode", fill=POISON, connect_timeout_s=1.0) as sink,
+    ):
+        count_as_far(monkeypatch, "127.0.0.1".__eq__)
+        ref = source.offer("p", 16, [1])
         sink.load("d", ref, [1], (0, 16))
         until(lambda: sink.received("d"))
         assert "allowed_peers" in sink.reports("d")[0].detail
-    assert "127.0.0.1 was refused: not you" in caplog.text
+    assert "127.0.0.1 was refused: expected a peer on this host" in caplog.text
 
 
 def _keys() -> dict[str, Any]:
@@ -391,7 +397,8 @@ def _keys() -> dict[str, Any]:
 
 @pytest.mark.parametrize("uses_unix_sockets", [True, False])
 def test_data_goes_to_pinned_keys(uses_unix_sockets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StreamSink, "uses_unix_sockets", uses_unix_sockets)
+    if not uses_unix_sockets:
+        use_tcp(monkeypatch)
     prefill, decode = _keys(), _keys()
     pinned = {"prefill": prefill["curve_public_key"], "decode": decode["curve_public_key"]}
     common: dict[str, Any] = {"transport": "zmq", "curve_server_keys": pinned}
@@ -443,7 +450,7 @@ def test_a_listener_stands_where_host_says() -> None:
 @pytest.mark.parametrize("says", [b"", encode(Hello((1, 1), (), "x", b"i" * 16))])
 def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those that never say a word nor those that said one give way too late."""
-    monkeypatch.setattr(visitors, "most_connections", lambda: 20)
+    limit_descriptors(monkeypatch, 8 * 20)
     idle: list[socket.socket] = []
     with Engine(ONE, "prefill", fill=1, transport="zmq") as source:
         try:
@@ -452,7 +459,7 @@ def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.Monke
                 if says:
                     idle[-1].sendall(zmtp.frame(says))
                     assert idle[-1].recv(1)
-            until(lambda: len(backlogs_of(source)) <= 10)
+            until(lambda: num_connections_of(source) <= 10)
             with Engine(ONE, "decode", fill=POISON, transport="zmq") as sink:
                 assert loads(source, sink, 2) == {None}
         finally:
@@ -464,14 +471,14 @@ def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.Monke
 def test_who_was_silent_longest_makes_room(
     most: int, of_address: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(visitors, "most_connections", lambda: most)  # two of one address
+    limit_descriptors(monkeypatch, 8 * most)  # two of one address
     monkeypatch.setattr(visitors, "MOST_OF_ADDRESS", of_address)
     with Engine(ONE, "prefill", fill=1) as source, ExitStack() as stack:
 
         def say(peer: socket.socket) -> None:
             peer.sendall(zmtp.frame(encode(Ping())))
             assert peer.recv(1 << 16)
-            until(lambda: not any(each.is_heard for each in backlogs_of(source)))  # by a look
+            let_look(source)
 
         first, second = (
             stack.enter_context(closing(zmtp.connect(source.endpoint))) for _ in range(2)

@@ -5,7 +5,8 @@ load as ``corrupt``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,6 @@ import pytest
 from msgspec import UNSET
 
 from kvxfer.connector import load_routes
-from kvxfer.connector.control import ControlServer
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.verifier import Verifier
 from kvxfer.tensors import strided_copy
@@ -28,6 +28,7 @@ from kvxfer.transfer.wire import BIND_TOKENS, Reason, Release, Verdict
 from kvxfer.transports import shm_direct, stream_packing
 from tests.builders import EngineShape
 from tests.connector.rig import NIXL, PATIENT, POISON, UCX, Engine, expect_copied, until
+from tests.spoken import change_messages, watch_messages
 
 TWO = EngineShape(tp_size=2, block_tokens=16, layout="HND")
 ONE = EngineShape(tp_size=1, block_tokens=32, layout="NHD")
@@ -369,15 +370,15 @@ def test_an_older_source_is_read_unverified(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_lost_answers_are_asked_for_again(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first Verdict of each rank is lost; a repeated Release gets it again, digests and all."""
-    said, lost = ControlServer.send, set()
+    lost: set[int] = set()  # by the IO thread of its rank
 
-    def send(self: ControlServer, identity: bytes, message: Any) -> None:
-        if isinstance(message, Verdict) and id(self) not in lost:
-            lost.add(id(self))
-        else:
-            said(self, identity, message)
+    def lose(message: Any) -> Iterable[Any]:
+        if isinstance(message, Verdict) and threading.get_ident() not in lost:
+            lost.add(threading.get_ident())
+            return ()
+        return (message,)
 
-    monkeypatch.setattr(ControlServer, "send", send)
+    change_messages(monkeypatch, lose)
     with engines(transport, "all") as (source, sink):
         assert load(source, sink) == {None}
         assert sink.count("verify.equal") == 2
@@ -385,14 +386,12 @@ def test_lost_answers_are_asked_for_again(transport: str, monkeypatch: pytest.Mo
 
 
 def test_a_verdict_without_digests_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = ControlServer.send
-
-    def send(self: ControlServer, identity: bytes, message: Any) -> None:
+    def change(message: Any) -> Iterable[Any]:
         if isinstance(message, Verdict):
             message = msgspec.structs.replace(message, digests=UNSET)
-        said(self, identity, message)
+        return (message,)
 
-    monkeypatch.setattr(ControlServer, "send", send)
+    change_messages(monkeypatch, change)
     with engines("shm", "sample") as (source, sink):
         assert load(source, sink) == {"read_failed"}
         (report,) = sink.reports("d")
@@ -502,14 +501,12 @@ def test_nobody_gets_digests_without_a_grant() -> None:
     """A Release out of the blue is invalid as ever, and brings none."""
     seen: list[Verdict] = []
     with engines("shm", "all") as (source, sink), pytest.MonkeyPatch.context() as m:
-        said = ControlServer.send
 
-        def send(self: ControlServer, identity: bytes, message: Any) -> None:
+        def look(message: object) -> None:
             if isinstance(message, Verdict):
                 seen.append(message)
-            said(self, identity, message)
 
-        m.setattr(ControlServer, "send", send)
+        watch_messages(m, look)
         ref = source.offer("d", NUM_TOKENS, SOURCE_IDS)
         source.compute("d")
         until(lambda: source.count("offers.opened"))

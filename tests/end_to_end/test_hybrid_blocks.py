@@ -101,7 +101,7 @@ def sink(config: EngineConfig) -> Iterator[Sink]:
         assert manifest is not None
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): manifest})
         scheduler = Scheduler(config, connector, plan_kv_caches(config, model)[0])
-        runner._cache.buffer.fill_(POISON)
+        runner.cache.buffer.fill_(POISON)
         yield Sink(runner, scheduler, KVOutputAggregator(1))
     finally:
         runner.close()

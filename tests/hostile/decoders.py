@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -27,7 +28,7 @@ from kvxfer.cli.options import parse_address as parse_host_port
 from kvxfer.cli.prompts import load_prompts, load_trace
 from kvxfer.config import Config, load_config
 from kvxfer.connector.access import Listeners, check_host, check_introduction
-from kvxfer.connector.board import SLOT_NBYTES, Board, BoardView, Posted
+from kvxfer.connector.board import NUM_SLOTS, SLOT_NBYTES, BoardView, Posted
 from kvxfer.connector.given_offer import PullRefused, asked_of, read_pull
 from kvxfer.connector.params import (
     LoadWanted,
@@ -38,8 +39,8 @@ from kvxfer.connector.params import (
 )
 from kvxfer.connector.records import ConnectorMetadata, SourceRef, Unhold
 from kvxfer.engine.model_config import load_model_config
-from kvxfer.engine.rpc import Abort, Ask, Generate, RpcClient, RpcServer, Token
-from kvxfer.engine.weights import _weight_files
+from kvxfer.engine.rpc import Abort, Ask, Generate, RpcServer, Token, decode_to_client
+from kvxfer.engine.weights import weight_files
 from kvxfer.errors import (
     ConfigError,
     IncompatiblePeer,
@@ -48,7 +49,7 @@ from kvxfer.errors import (
     TransportUnavailable,
     UnknownEngine,
 )
-from kvxfer.integrations.vllm.settings import _split
+from kvxfer.integrations.vllm.settings import split_settings
 from kvxfer.plan.geometry import parse_geometry
 from kvxfer.proxy.bodies import (
     COMPLETIONS,
@@ -73,7 +74,7 @@ from kvxfer.transports.nixl_agent import Area
 from kvxfer.transports.nixl_pipe import Address
 from kvxfer.transports.pipe import PipeBroken
 from kvxfer.transports.stream_wire import data_endpoint_of
-from kvxfer.transports.ucx_pipe import MOST_NBYTES, SinkAddress, SourceAddress, UcxMail
+from kvxfer.transports.ucx_pipe import SinkAddress, SourceAddress, UcxMail
 from tests.hostile.mutation import Form
 from tests.rpc_messages import DONE, INFO
 from tests.transfer.test_wire import MANIFEST, OFFER, PULL, TO_SINK, TO_SOURCE, golden
@@ -153,17 +154,22 @@ def _stream_to_sink(frame: bytes, _: Path) -> object:
 
 def _ucx_mail(frame: bytes, _: Path) -> object:
     """What has arrived in the buffer of a posted receive."""
-    mail = object.__new__(UcxMail)
-    mail._num_posted = 0
-    mail._buffer = bytearray(frame[: MOST_NBYTES + 2].ljust(MOST_NBYTES + 2, b"\0"))
-    mail._posted = cast(Any, SimpleNamespace(completed=True))
-    ended = SimpleNamespace(completed=False)
-    endpoint = SimpleNamespace(tag_recv=None)
-    mail._end = cast(
-        Any,
-        SimpleNamespace(take=lambda _: None, start_receive=lambda *_: ended, endpoint=endpoint),
+    posted = 0
+
+    def start_receive(buffer: bytearray, _: int) -> object:
+        nonlocal posted
+        posted += 1
+        if posted == 1:
+            buffer[:] = frame[: len(buffer)].ljust(len(buffer), b"\0")
+        return SimpleNamespace(completed=posted == 1)
+
+    end = SimpleNamespace(
+        ucx=SimpleNamespace(array=lambda buffer: buffer),
+        start_receive=start_receive,
+        take=lambda _: None,
     )
-    mail._connection, mail._array = 0, cast(Any, None)
+    mail = UcxMail(cast(Any, end), 0)
+    mail.listen()
     (message,) = mail.receive()
     return stream_wire.decode_credit(memoryview(message))
 
@@ -177,25 +183,28 @@ def _nixl_address(frame: bytes, _: Path) -> object:
 
 
 @lru_cache(maxsize=1)
-def _board() -> tuple[Board, BoardView, SharedPool]:
-    board = Board()
-    return board, BoardView(board.handle), board._pool
+def _board() -> tuple[SharedPool, BoardView]:
+    """Of a source that writes it by itself."""
+    pool = SharedPool.create(NUM_SLOTS * SLOT_NBYTES)
+    handle = pool.info.handle
+    assert isinstance(handle, MemfdHandle)
+    return pool, BoardView(handle)
 
 
 def _board_entry(frame: bytes, _: Path) -> object:
-    """A slot whose source writes into it what it likes: 8 bytes of length, then the offer."""
-    board, view, pool = _board()
+    """A slot whose source writes into it what it likes: that it is open, the nonce, 8 bytes of
+    length, then the offer.
+    """
+    pool, view = _board()
     nonce = OFFER.nonce
-    board.post(nonce, Posted(None, 1, ((1,),)))
-    begin = board._posted[nonce] * 8 + 24
-    content = frame[: SLOT_NBYTES - 24].ljust(64, b"\0")
+    begin = int.from_bytes(nonce[:8], sys.byteorder) % NUM_SLOTS * SLOT_NBYTES
+    content = (1).to_bytes(8, sys.byteorder) + nonce + frame.ljust(64, b"\0")
+    pool.tensor.numpy()[begin : begin + SLOT_NBYTES] = 0
+    content = content[:SLOT_NBYTES]
     pool.tensor.numpy()[begin : begin + len(content)] = memoryview(content)
-    try:
-        found = view.find(nonce)
-        assert found is None or isinstance(found, Posted)
-        return found
-    finally:
-        board.end(nonce)
+    found = view.find(nonce)
+    assert found is None or isinstance(found, Posted)
+    return found
 
 
 def _board_seeds() -> Iterator[bytes]:
@@ -304,7 +313,7 @@ def _to_engine(frame: bytes, _: Path) -> object:
 
 
 def _to_client(frame: bytes, _: Path) -> object:
-    return RpcClient._decoded(cast(Any, SimpleNamespace(endpoint="x")), frame)
+    return decode_to_client(frame, "x")
 
 
 _GENERATE = Generate("a", (1, 2, 3), 4, kv_transfer_params={"do_remote_decode": True})
@@ -326,7 +335,7 @@ def _settings(frame: bytes, _: Path) -> object:
         raise ProtocolError(str(exc)) from exc
     if not isinstance(raw, dict):
         raise ProtocolError("no object")
-    plugin, rest = _split(raw)
+    plugin, rest = split_settings(raw)
     return plugin, load_config({}, rest, {})
 
 
@@ -409,7 +418,7 @@ def _key_file(frame: bytes, folder: Path) -> object:
 def _weight_index(frame: bytes, folder: Path) -> object:
     (folder / "model.safetensors.index.json").write_bytes(frame)
     (folder / "model-1.safetensors").touch()
-    return _weight_files(folder)
+    return weight_files(folder)
 
 
 def _prompts(frame: bytes, folder: Path) -> object:
@@ -623,7 +632,7 @@ DECODERS = (
         _packed(INFO, DONE, Token("a", 1, 2.5)),
         _to_client,
         _REFUSED,
-        ("engine/rpc.py:RpcClient._decoded",),
+        ("engine/rpc.py:decode_to_client",),
     ),
     Decoder(
         "settings",
@@ -635,7 +644,7 @@ DECODERS = (
             "config.py:load_config",
             "config.py:_address",
             "config.py:_network",
-            "integrations/vllm/settings.py:_split",
+            "integrations/vllm/settings.py:split_settings",
         ),
     ),
     Decoder(
@@ -712,7 +721,7 @@ DECODERS = (
         (_lines({"weight_map": {"a": "model-1.safetensors"}}),),
         _weight_index,
         (ModelError,),
-        ("engine/weights.py:_weight_files",),
+        ("engine/weights.py:weight_files",),
     ),
     Decoder(
         "prompts",

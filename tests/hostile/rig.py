@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 import zmq
 
-from kvxfer.connector import control
 from kvxfer.connector.records import SourceRef
-from kvxfer.transports import guard
-from kvxfer.transports.stream_sink import StreamSink
 from tests.builders import EngineShape
 from tests.connector.rig import PATIENT, POISON, Engine, until
+from tests.far_peers import count_as_far, use_tcp
 from tests.hostile.cases import Target
 
 SHAPE = EngineShape()
@@ -80,15 +78,9 @@ class Honest:
 @contextmanager
 def over_tcp() -> Iterator[None]:
     """Honest peers come over TCP as attackers do, and what comes from 127.1 comes from afar."""
-    decide = guard.why_refused
-
-    def from_afar(config: Any, address: str, key: str | None) -> str | None:
-        return decide(config, address.replace("127.1.", "192.0."), key)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control, "nearest_endpoint", lambda endpoint: endpoint)
-        patch.setattr(StreamSink, "uses_unix_sockets", False)
-        patch.setattr(guard, "why_refused", from_afar)
+        use_tcp(patch)
+        count_as_far(patch, lambda address: address.startswith("127.1."))
         yield
 
 

@@ -124,8 +124,8 @@ def _offer(source: Engine, name: str) -> SourceRef:
 def _introduce(liar: Engine, manifest: EngineManifest) -> None:
     """What it answers to every Hello. An honest engine refuses to say it."""
     service = service_of(liar)
-    until(lambda: service._introduction)
-    service._introduction = zmq.Frame(encode(Manifest(manifest)))
+    until(lambda: service.introduction)
+    service.introduction = zmq.Frame(encode(Manifest(manifest)))
 
 
 @pytest.mark.parametrize("number", range(len(LIES)), ids=[lie.name for lie in LIES])

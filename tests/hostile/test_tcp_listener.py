@@ -8,19 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 import pytest
 
 from kvxfer.transports import stream_wire
-from kvxfer.transports.pipe import Slots
-from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.tcp_listener import GREETING, HELLO, MOST_UNPROVED
-from kvxfer.transports.tcp_pipe import SinkAddress, SourceAddress, TcpPipe
+from kvxfer.transports.tcp_pipe import SinkAddress, SourceAddress
 from tests import zmtp
-from tests.connector.rig import service_of, until
+from tests.connector.rig import until
 from tests.hostile.rig import Honest, Usage, honest_pair
 
 WAIT_S = 20.0
@@ -34,19 +33,25 @@ def honest() -> Iterator[Honest]:
         yield honest
 
 
-def pipe_of(honest: Honest) -> TcpPipe:
-    (source,) = [
-        each for each in service_of(honest.source)._parts if isinstance(each, StreamSource)
-    ]
-    pipe = source._pipe
-    assert isinstance(pipe, TcpPipe)
-    return pipe
+@contextmanager
+def attached(honest: Honest) -> Iterator[SourceAddress]:
+    """A sink that has asked for a trial in two slots, by hand; what the source says of its end."""
+    attach = stream_wire.Attach(
+        stream_wire.STREAM_VERSION,
+        *(2, 4 << 20, "tcp", msgspec.msgpack.encode(SinkAddress(8))),
+        is_trial=True,
+    )
+    with closing(zmtp.connect(honest.target.data, WAIT_S, address="127.0.9.9")) as control:
+        control.sendall(zmtp.frame(stream_wire.encode(attach)))
+        for _ in range(2):
+            control.sendall(zmtp.frame(stream_wire.encode(stream_wire.AskTrial(4 << 20))))
+        yield _address_of(control)
 
 
+@cache
 def place_of(honest: Honest) -> tuple[str, int]:
-    listener = pipe_of(honest)._listener
-    assert listener is not None
-    return listener.host, listener.port
+    with attached(honest) as address:
+        return address.host, address.port
 
 
 def dial(honest: Honest, address: str = "127.0.9.9") -> socket.socket:
@@ -121,13 +126,24 @@ def test_a_stranger_at_the_payload_port_costs_his_connection(case: Case, honest:
 
 
 def test_no_more_wait_than_may(honest: Honest) -> None:
-    listener = pipe_of(honest)._listener
-    assert listener is not None
     with ExitStack() as stack:
-        for number in range(4 * MOST_UNPROVED):
+        peers = [
             stack.enter_context(closing(dial(honest, f"127.0.8.{number % 4 + 2}")))
-        assert len(listener._strangers) <= MOST_UNPROVED
+            for number in range(4 * MOST_UNPROVED)
+        ]
+        for peer in peers:
+            peer.setblocking(False)
+        until(lambda: sum(map(is_open, peers)) <= MOST_UNPROVED, HASTE_S)  # before they are late
         honest.load()
+
+
+def is_open(peer: socket.socket) -> bool:
+    try:
+        return bool(peer.recv(1))
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
 
 
 def test_who_is_admitted_and_reads_nothing_keeps_nobody_up(honest: Honest) -> None:
@@ -135,16 +151,7 @@ def test_who_is_admitted_and_reads_nothing_keeps_nobody_up(honest: Honest) -> No
     nothing from it, and goes.
     """
     before = Usage.now()
-    attach = stream_wire.Attach(
-        stream_wire.STREAM_VERSION,
-        *(2, 4 << 20, "tcp", msgspec.msgpack.encode(SinkAddress(8))),
-        is_trial=True,
-    )
-    with closing(zmtp.connect(honest.target.data, WAIT_S, address="127.0.9.9")) as control:
-        control.sendall(zmtp.frame(stream_wire.encode(attach)))
-        for _ in range(2):
-            control.sendall(zmtp.frame(stream_wire.encode(stream_wire.AskTrial(4 << 20))))
-        address = _attached(control)
+    with attached(honest) as address:
         assert address.num_sockets == 2  # of the source's own setting
         with closing(dial(honest)) as deaf:
             deaf.sendall(HELLO.pack(GREETING, address.connection, address.token))
@@ -156,7 +163,7 @@ def test_who_is_admitted_and_reads_nothing_keeps_nobody_up(honest: Honest) -> No
     honest.load()
 
 
-def _attached(control: socket.socket) -> SourceAddress:
+def _address_of(control: socket.socket) -> SourceAddress:
     """What the source answers: a frame of ZMTP with ``Attached``."""
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
@@ -172,12 +179,9 @@ def _attached(control: socket.socket) -> SourceAddress:
 
 def test_slots_are_none_of_a_strangers(honest: Honest) -> None:
     """A sink that is attached elsewhere has another number and another token."""
-    pipe = pipe_of(honest)
-    lane = pipe.open_source(msgspec.msgpack.encode(SinkAddress(1)), Slots(2, 4096))
-    other = msgspec.msgpack.decode(lane.address, type=SourceAddress)
-    (mine,) = [each for each in pipe._lanes if each is not lane and not each.is_closed][:1]
-    known = msgspec.msgpack.decode(mine.address, type=SourceAddress)
-    with closing(lane), closing(dial(honest)) as sock:
-        sock.sendall(HELLO.pack(GREETING, known.connection, other.token))
-        assert has_ended(sock)
+    with attached(honest) as known, attached(honest) as other:
+        assert known.connection != other.connection
+        with closing(dial(honest)) as sock:
+            sock.sendall(HELLO.pack(GREETING, known.connection, other.token))
+            assert has_ended(sock)
     honest.load()

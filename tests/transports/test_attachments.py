@@ -26,7 +26,7 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
-from kvxfer.transports.channel import Router, Socket
+from kvxfer.transports.channel import Socket
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.stream_connections import MAX_TRIALS
 from kvxfer.transports.stream_machine import SourceSlot
@@ -42,6 +42,7 @@ from kvxfer.transports.stream_wire import (
     decode_to_sink,
     encode,
 )
+from tests.spoken import watch_frames
 from tests.transports.pair import (
     ATTACH,
     CONFIG,
@@ -337,7 +338,10 @@ def test_a_full_queue_is_not_taken_for_a_lost_connection(
     pair.until(lambda: len(connections_of(pair)) == 1)
     (connection,) = connections_of(pair).all()
 
-    monkeypatch.setattr(Router, "send", lambda *_: False)
+    def full(_: object) -> None:
+        raise zmq.Again
+
+    watch_frames(monkeypatch, full)
     other = Client(pair, Credit(()))  # it is told to attach first, if it can be
     pair.until(lambda: pair.source.counts["send_failed"] > 0)
     other.socket.close()

@@ -21,7 +21,7 @@ from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import launches, registry, stream_source, stream_trial
+from kvxfer.transports import launches, stream_source, stream_trial
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -52,6 +52,7 @@ from tests.transports.pair import (
     read_request,
     send_request,
 )
+from tests.wires import use_sink, use_source
 
 
 def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
@@ -226,12 +227,8 @@ def kernel_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @contextmanager
 def _pair(packer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    makers: tuple[tuple[dict[str, Any], Any], ...] = (
-        (registry.SOURCES, StreamSource),
-        (registry.SINKS, StreamSink),
-    )
-    for known, side in makers:
-        monkeypatch.setitem(known, "zmq", partial(_made, side, packer))
+    use_source(monkeypatch, "zmq", partial(_made, StreamSource, packer))
+    use_sink(monkeypatch, "zmq", partial(_made, StreamSink, packer))
     pair = Pair(ZMQ)
     pair.sink.attach(pair.manifest)
     yield pair

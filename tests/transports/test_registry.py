@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -20,6 +21,7 @@ from kvxfer.transports.base import LocalMemory, SendingSource, SourceTransport
 from kvxfer.transports.registry import data_endpoints, published_infos
 from tests.transports.pair import CONFIG
 from tests.transports.worker import Worker
+from tests.wires import use_source
 
 
 def close(sources: Mapping[str, SourceTransport]) -> None:
@@ -71,8 +73,8 @@ def test_optional_wires_are_made_where_they_can_gain_something(
         return broken
 
     for name in ("ucx", "nixl"):
-        monkeypatch.setitem(registry.SOURCES, name, make(name))
-    monkeypatch.setattr(registry, "find_spec", lambda library: library == "ucxx" or None)
+        use_source(monkeypatch, name, make(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "ucxx" or None)
     monkeypatch.setattr(registry, "RDMA_DEVICES", tmp_path / "infiniband")
 
     def names(*, is_trusted: bool = True) -> list[str]:
@@ -86,23 +88,23 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     assert (names(), made) == (["shm", "zmq"], [])
     (tmp_path / "infiniband" / "mlx5_0").mkdir()
     assert (names(), made) == (["shm", "zmq"], ["ucx"])  # NIXL is not installed
-    monkeypatch.setattr(registry, "find_spec", lambda library: library)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert (names(), made) == (["shm", "zmq"], ["ucx", "nixl"])
     # On the loopback device, where UCX stays without that, there is no RDMA
     assert (names(is_trusted=False), made) == (["shm", "zmq"], [])
     # A setting that one of them cannot keep to is no failure of its library
-    monkeypatch.setitem(registry.SOURCES, "ucx", make("ucx", ConfigError))
+    use_source(monkeypatch, "ucx", make("ucx", ConfigError))
     with pytest.raises(ConfigError, match="does not work"):
         names()
-    monkeypatch.setitem(registry.SOURCES, "ucx", make("ucx"))
+    use_source(monkeypatch, "ucx", make("ucx"))
     # By name it is an error
     with pytest.raises(RuntimeError, match="does not work"):
         worker.sources(worker.shared, Config(transport="ucx"))
     # For memory of a GPU they are made without RDMA too
     made.clear()
     on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setitem(registry.SOURCES, "cuda_ipc", make("cuda_ipc", TransportUnavailable))
-    monkeypatch.setitem(registry.SOURCES, "zmq", lambda *_: None)
+    use_source(monkeypatch, "cuda_ipc", make("cuda_ipc", TransportUnavailable))
+    use_source(monkeypatch, "zmq", lambda *_: None)
     (tmp_path / "infiniband" / "mlx5_0").rmdir()
     memory = LocalMemory((on_gpu,), ())
     assert list(worker.sources(memory, Config(zmq_streams=1))) == ["zmq"]

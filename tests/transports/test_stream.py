@@ -34,7 +34,6 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
-from kvxfer.transports.channel import Router
 from kvxfer.transports.pipe import SourceLane
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
@@ -50,6 +49,7 @@ from kvxfer.transports.stream_wire import (
     encode,
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
+from tests.spoken import watch_frames
 from tests.transports.pair import (
     ATTACH,
     CONFIG,
@@ -324,13 +324,7 @@ def test_a_chunk_that_is_packed_at_once_leaves_before_the_next_is_begun(
         strided_copy.gather(*args)
 
     monkeypatch.setattr(stream_packing, "gather", noted)
-    send = Router.send
-
-    def sent(router: Router, identity: bytes, *frames: Any) -> bool:
-        order.extend(["send"] * (len(frames) - 1))
-        return send(router, identity, *frames)
-
-    monkeypatch.setattr(Router, "send", sent)
+    watch_frames(monkeypatch, lambda frames: order.extend(["send"] * (len(frames) - 2)))
     pair = Pair(ZMQ, small_nbytes=64 << 20)
     try:
         pair.sink.attach(pair.manifest)

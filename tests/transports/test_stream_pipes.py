@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +19,6 @@ from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import (
     pipe,
-    registry,
     stream_link,
     stream_packing,
     stream_sink,
@@ -62,6 +60,7 @@ from tests.transports.pair import (
     read_request,
     send_request,
 )
+from tests.wires import use_pipe
 
 UCX = msgspec.structs.replace(CONFIG, transport="ucx")
 
@@ -70,8 +69,7 @@ UCX = msgspec.structs.replace(CONFIG, transport="ucx")
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
     kind = request.param
     world = World(is_write=kind == "source sees the end", carries=kind == "carries messages")
-    monkeypatch.setitem(registry.SOURCES, "ucx", partial(StreamSource, world.make_pipe))
-    monkeypatch.setitem(registry.SINKS, "ucx", partial(StreamSink, world.make_pipe))
+    use_pipe(monkeypatch, "ucx", world.make_pipe)
     return world
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +14,13 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import Staging, WireCosts, Workload
-from kvxfer.transports import registry, stream_trial
+from kvxfer.transports import stream_trial
 from kvxfer.transports.base import ReadDone, Trial
 from kvxfer.transports.choice import choose
 from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import CHUNK_S, DEVICE_STAGING, HOST_STAGING, Pipe, Slots, StagingSize
 from kvxfer.transports.stream_link import Terms
 from kvxfer.transports.stream_sink import StreamSink
-from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_trial import (
     LEAST_FURTHER_S,
     NUM_TURNS,
@@ -34,6 +32,7 @@ from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.helpers import needs_nixl
 from tests.transports.memory_pipe import MemoryPipe, World
 from tests.transports.pair import CONFIG, Pair, a_move, key_of, link_of
+from tests.wires import use_pipe
 
 MIB = 1 << 20
 COSTS = WireCosts(1e-4, 2e-4, 1e9)
@@ -202,8 +201,7 @@ def test_ways_that_fail_and_times(
 @pytest.fixture(params=[False, True], ids=["sink sees the end", "source sees the end"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(is_write=request.param, ways=("usual", "other"))
-    monkeypatch.setitem(registry.SOURCES, "ucx", partial(StreamSource, world.make_pipe))
-    monkeypatch.setitem(registry.SINKS, "ucx", partial(StreamSink, world.make_pipe))
+    use_pipe(monkeypatch, "ucx", world.make_pipe)
     return world
 
 

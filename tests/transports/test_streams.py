@@ -36,7 +36,7 @@ from kvxfer.transports.base import (
     SendStopped,
     Wake,
 )
-from kvxfer.transports.channel import Dealer, Router
+from kvxfer.transports.channel import Dealer
 from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
 from kvxfer.transports.parallel import MOST_FURTHER, num_cores, num_streams
 from kvxfer.transports.pipe import HOST_STAGING, Pipe, Slots
@@ -55,6 +55,8 @@ from kvxfer.transports.stream_wire import (
     encode,
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
+from tests.far_peers import use_tcp
+from tests.spoken import watch_frames
 from tests.transports.pair import (
     ATTACH,
     ZMQ,
@@ -90,13 +92,11 @@ def until_joined(pair: Pair, number: int) -> None:
 def carried(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
     """How many chunks went to each identity."""
     found: Counter[bytes] = Counter()
-    send = Router.send
 
-    def seen(router: Router, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
-        found[identity] += len(frames) > 1
-        return send(router, identity, *frames)
+    def look(frames: list[bytes]) -> None:
+        found[frames[0]] += len(frames) > 2
 
-    monkeypatch.setattr(Router, "send", seen)
+    watch_frames(monkeypatch, look)
     return found
 
 
@@ -463,7 +463,7 @@ def test_the_wire_keeps_every_promise_over_streams(number: int) -> None:
 def test_all_streams_have_curve_keys(
     monkeypatch: pytest.MonkeyPatch, carried: Counter[bytes]
 ) -> None:
-    monkeypatch.setattr(StreamSink, "uses_unix_sockets", False)
+    use_tcp(monkeypatch)
     with closing(Pair(with_streams(4, **CURVE))) as pair:
         pair.manifest = msgspec.structs.replace(pair.manifest, curve_public_key=PUBLIC_KEY)
         pair.sink.attach(pair.manifest)

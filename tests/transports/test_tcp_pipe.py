@@ -24,7 +24,7 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
 from kvxfer.tensors.device_memory import Gpu
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import guard, registry, tcp_listener, tcp_pipe
+from kvxfer.transports import registry, tcp_listener, tcp_pipe
 from kvxfer.transports.base import PeerGone, ReadBroke, SendStopped, Wake
 from kvxfer.transports.pipe import HOST_STAGING, PipeBroken, Slots
 from kvxfer.transports.tcp_listener import GREETING, HELLO, MOST_UNPROVED
@@ -39,6 +39,7 @@ from kvxfer.transports.tcp_pipe import (
     TcpSourceLane,
     cut,
 )
+from tests.far_peers import count_as_far, limit_descriptors
 from tests.helpers import POISON, assert_same_bytes
 from tests.transports.pair import CONFIG, Pair, a_move, connections_of, key_of, load
 from tests.transports.pipe_contract import (
@@ -49,6 +50,7 @@ from tests.transports.pipe_contract import (
     scenario_params,
 )
 from tests.transports.worker import Worker
+from tests.wires import use_sink, use_source
 
 SLOTS = Slots(num_slots=3, slot_nbytes=1 << 20)
 WAIT_S = 5.0
@@ -213,7 +215,7 @@ def test_both_sides_agree_on_the_lesser_number(source: int, sink: int, used: int
 
 
 def test_sockets_beyond_the_first_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_pipe, "most_further", lambda: 5)
+    limit_descriptors(monkeypatch, 160)
     pipe = TcpPipe(Config(zmq_streams=4), lambda: None)
     with closing(pipe):
         lanes = [pipe.open_sink(SLOTS) for _ in range(3)]
@@ -493,8 +495,9 @@ def test_a_sink_connects_to_admitted_addresses_only(address: bytes, sentence: st
 # ------------------------------------------------------------------ whom a listener admits
 
 
-def dial(address: SourceAddress) -> socket.socket:
-    sock = socket.create_connection((address.host, address.port), timeout=WAIT_S)
+def dial(address: SourceAddress, own: str = "") -> socket.socket:
+    place = address.host, address.port
+    sock = socket.create_connection(place, timeout=WAIT_S, source_address=(own, 0))
     sock.settimeout(WAIT_S)
     return sock
 
@@ -572,17 +575,18 @@ def test_those_that_say_nothing_are_bounded_and_keep_nobody_out() -> None:
 def test_an_address_that_is_not_admitted_is_closed_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guard, "why_refused", lambda *_: "expected a friend")
     with two_ends() as ends:
+        count_as_far(monkeypatch, "127.0.0.9".__eq__)
         for _ in range(3):
             # It may be over before the kernel has told of its begin
-            with suppress(ConnectionError), closing(dial(ends.address)) as sock:
+            with suppress(ConnectionError), closing(dial(ends.address, "127.0.0.9")) as sock:
                 assert has_ended(sock)
         counts: Counter[str] = Counter()
         until(lambda: counts.update(ends.source_pipe.take_counts()) or counts.total() == 3)
         assert counts == {"refused.address": 3}
-    warned = [each for each in caplog.messages if "expected a friend" in each]
-    assert warned == ["a connection from 127.0.0.1 was refused: expected a friend"]
+    warned = [each for each in caplog.messages if "was refused" in each]
+    (line,) = warned
+    assert line.startswith("a connection from 127.0.0.9 was refused: expected a peer on this host")
 
 
 def test_without_descriptors_it_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -686,8 +690,8 @@ def test_auto_offers_tcp_where_it_can_gain_something(
     settings: dict[str, Any], device: str, is_offered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in registry.SOURCES:
-        monkeypatch.setitem(registry.SOURCES, name, lambda *_: None)
-        monkeypatch.setitem(registry.SINKS, name, lambda *_: None)
+        use_source(monkeypatch, name, lambda *_: None)
+        use_sink(monkeypatch, name, lambda *_: None)
     on_device = SimpleNamespace(device=torch.device(device))
     memory = cast(Any, SimpleNamespace(device=on_device.device, tensors=(on_device,)))
     made = registry.make_sources(memory, Config(**settings), *cast(Any, (None,) * 3))

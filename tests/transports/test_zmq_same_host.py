@@ -22,6 +22,7 @@ from kvxfer.transports.pipe import Pipe
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.zmq_pipe import ZmqPipe
+from tests.far_peers import use_tcp
 from tests.transports.pair import ZMQ, Pair, a_move, connections_of, key_of
 
 
@@ -109,7 +110,8 @@ def test_a_sink_on_the_same_host_takes_the_unix_socket(pair: Pair, addresses: li
 def test_a_trial_takes_the_same_path_and_says_which(
     uses_it: bool, path: str, pair: Pair, addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StreamSink, "uses_unix_sockets", uses_it)
+    if not uses_it:
+        use_tcp(monkeypatch)
     trials: list[Trial] = []
     thread = threading.Thread(target=lambda: trials.append(pair.sink.trial(pair.manifest, 5.0)))
     thread.start()
@@ -159,6 +161,6 @@ def test_a_source_whose_name_is_taken_serves_tcp(pair: Pair) -> None:
 def test_without_unix_sockets_sinks_use_tcp(
     pair: Pair, addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(socket, "SO_PEERCRED")
+    use_tcp(monkeypatch)
     read_all(pair)
     assert addresses == ["127.0.0.1"]

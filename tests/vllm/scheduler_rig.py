@@ -395,7 +395,7 @@ class Engine(Rig):
         self._update(None if reported.is_empty() else pickle.loads(pickle.dumps(reported)))
         return orders
 
-    def _compute(self, step: Any) -> None:
+    def compute(self, step: Any) -> None:
         """The forward pass: nothing."""
 
     def _execute(self, step: Any) -> KVConnectorOutput:
@@ -405,7 +405,7 @@ class Engine(Rig):
         worker.bind_connector_metadata(metadata)
         if step.has_sync_kv_loads:
             worker.start_load_kv()
-        self._compute(step)
+        self.compute(step)
         if not step.has_sync_kv_loads:
             worker.start_load_kv()
         is_ended = self.ends_steps or not step.total_num_scheduled_tokens

@@ -122,7 +122,7 @@ class ComputingEngine(Engine):
     def _sampled(self, step: Any, name: str) -> list[int]:
         return self._new_tokens.get(name, [])
 
-    def _compute(self, step: Any) -> None:
+    def compute(self, step: Any) -> None:
         starts = self._learn(step)
         for name, num_new in step.num_scheduled_tokens.items():
             known, start = self._known[name], starts[name]

@@ -8,8 +8,10 @@ import socket
 import time
 from typing import Any
 
+from kvxfer.config import Config
+from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.rank_service import RankService
-from kvxfer.connector.records import KVConnectorOutput
+from kvxfer.connector.records import Identity, KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from tests.chaos.child import Spec, open_door, prepare
 from tests.vllm.engine_worker import Worker
@@ -22,7 +24,8 @@ COUNTS = {
     "preemptions": "vllm:num_preemptions_total",
 }
 """As reference engines name what these metrics count."""
-_services: list[RankService] = []
+_services: list[tuple[RankService, bytes]] = []
+"""With the incarnation of each."""
 _schedulers: list[SchedulerConnector] = []
 _loads: dict[str, str] = {}
 """Why the load of a request failed, "" where it did not, by the scheduler's request id."""
@@ -33,7 +36,7 @@ class StormWorker(Worker):
         reach = prepare(spec)
         _watch()
         super().__init__(sock, engine_args, idle_step_s=0.0005)
-        self._offsets = open_door(reach, _services[0], 0)
+        self._offsets = open_door(reach, _services[0][0], 0, _services[0][1])
 
     def _step(self) -> None:
         if time.monotonic() < self._offsets.reset_until_s:
@@ -63,9 +66,16 @@ def _watch() -> None:
     make_service, make_scheduler = RankService.__init__, SchedulerConnector.__init__
     update = SchedulerConnector.update_connector_output
 
-    def service(self: RankService, *args: Any, **kwargs: Any) -> None:
-        make_service(self, *args, **kwargs)
-        _services.append(self)
+    def service(
+        self: RankService,
+        config: Config,
+        ledger: Ledger,
+        identity: Identity,
+        *args: Any,
+        **more: Any,
+    ) -> None:
+        make_service(self, config, ledger, identity, *args, **more)
+        _services.append((self, identity.incarnation))
 
     def scheduler(self: SchedulerConnector, *args: Any, **kwargs: Any) -> None:
         make_scheduler(self, *args, **kwargs)

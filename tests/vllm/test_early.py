@@ -118,7 +118,7 @@ def test_what_prefill_has_in_its_cache_leaves_before_its_first_step_ends(make: M
     both.source.request("before", tokens[:180], max_tokens=1)
     both.source.run_out()
     _, at_sink = both.ask("r", tokens)
-    compute, num_cached = both.source._compute, 180 // BLOCK * BLOCK
+    compute, num_cached = both.source.compute, 180 // BLOCK * BLOCK
     seen: list[int] = []
 
     def held(step: Any) -> None:
@@ -128,7 +128,7 @@ def test_what_prefill_has_in_its_cache_leaves_before_its_first_step_ends(make: M
             seen.append(num_cached)
         compute(step)
 
-    both.source._compute = held  # type: ignore[method-assign]
+    both.source.compute = held  # type: ignore[method-assign]
     both.source.run()
     assert seen == [num_cached]
     both.drive(at_sink.is_finished)

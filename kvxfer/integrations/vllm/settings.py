@@ -124,7 +124,7 @@ def read_settings(vllm_config: Any) -> Settings:
     for refuse in (_refuse_model, _refuse_parallel):
         refuse(vllm_config)
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    plugin, extra = _split(_extra_config(transfer))
+    plugin, extra = split_settings(_extra_config(transfer))
     loaded = load_config({}, _without_nixl_keys(extra))
     _mention_nixl_variables(loaded)
     can_send = transfer.kv_role in _SENDERS
@@ -150,14 +150,15 @@ def read_settings(vllm_config: Any) -> Settings:
 
 def plugin_settings(vllm_config: Any) -> PluginSettings:
     """The keys of the extra config that are not kvxfer's. Raises ConfigError for other types."""
-    return _split(_extra_config(vllm_config.kv_transfer_config))[0]
+    return split_settings(_extra_config(vllm_config.kv_transfer_config))[0]
 
 
 def _extra_config(transfer: Any) -> Mapping[str, Any]:
     return getattr(transfer, "kv_connector_extra_config", None) or {}
 
 
-def _split(extra: Mapping[str, Any]) -> tuple[PluginSettings, dict[str, Any]]:
+def split_settings(extra: Mapping[str, Any]) -> tuple[PluginSettings, dict[str, Any]]:
+    """The plugin's own keys, and the rest. Raises ConfigError for other types."""
     ours = PluginSettings.__struct_fields__
     given = {name: value for name, value in extra.items() if name in ours}
     try:

@@ -1,0 +1,99 @@
+"""Messages on their way: what this process gives to ZeroMQ leaves changed, twice or never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import zmq
+
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.wire import ToSink, ToSource, decode_to_sink, decode_to_source, encode
+
+Change = Callable[[Any], Iterable[ToSource | ToSink]]
+_DECODERS: dict[int, Callable[[bytes], Any]] = {
+    zmq.ROUTER: decode_to_sink,
+    zmq.DEALER: decode_to_source,
+}
+
+
+class _Part(NamedTuple):
+    data: Any
+    flags: int
+    how: dict[str, Any]
+
+
+def change_messages(patch: pytest.MonkeyPatch, change: Change) -> None:
+    """``change(message)``: which control messages leave in its place. What it raises is raised
+    where it is sent. Messages of streams are none of this.
+    """
+
+    def changed(socket: zmq.Socket[bytes], parts: list[_Part]) -> list[list[_Part]]:
+        message = _message_of(socket, parts)
+        if message is None:
+            return [parts]
+        *before, last = parts
+        return [
+            [*before, last if each is message else last._replace(data=encode(each))]
+            for each in change(message)
+        ]
+
+    _intercept(patch, changed)
+
+
+def watch_messages(patch: pytest.MonkeyPatch, look: Callable[[Any], object]) -> None:
+    """``look`` at each control message before it leaves; it may raise."""
+
+    def change(message: Any) -> Iterable[Any]:
+        look(message)
+        return (message,)
+
+    change_messages(patch, change)
+
+
+def watch_frames(patch: pytest.MonkeyPatch, look: Callable[[list[Any]], object]) -> None:
+    """``look`` at the frames of each message of a ROUTER, the peer's name first, before they leave;
+    it may raise.
+    """
+
+    def seen(socket: zmq.Socket[bytes], parts: list[_Part]) -> list[list[_Part]]:
+        if socket.type == zmq.ROUTER:
+            look([part.data for part in parts])
+        return [parts]
+
+    _intercept(patch, seen)
+
+
+def _intercept(
+    patch: pytest.MonkeyPatch,
+    change: Callable[[zmq.Socket[bytes], list[_Part]], list[list[_Part]]],
+) -> None:
+    """``change``: which messages are sent in the place of this one. Its parts wait for the last."""
+    send = zmq.Socket.send
+    begun: dict[int, list[_Part]] = {}
+
+    def send_changed(socket: zmq.Socket[bytes], data: Any, flags: int = 0, **how: Any) -> Any:
+        parts = [*begun.pop(id(socket), []), _Part(data, flags, how)]
+        if flags & zmq.SNDMORE:
+            begun[id(socket)] = parts
+            return None
+        sent = None
+        for message in change(socket, parts):
+            for part in message:
+                sent = send(socket, part.data, part.flags, **part.how)
+        return sent
+
+    patch.setattr(zmq.Socket, "send", send_changed)
+
+
+def _message_of(socket: zmq.Socket[bytes], parts: list[_Part]) -> Any:
+    """None for what is no control message. Only a ROUTER names the peer first."""
+    decode = _DECODERS.get(int(socket.type))
+    if decode is None or len(parts) != 1 + int(socket.type == zmq.ROUTER):
+        return None
+    data = parts[-1].data
+    try:
+        return decode(data.bytes if isinstance(data, zmq.Frame) else bytes(data))
+    except ProtocolError:
+        return None
