@@ -37,6 +37,7 @@ FROM_INSIDE: Mapping[str, str] = {
 _BOUNDS = """
     bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.given_offer.MAX_OF_PEER
     connector.keeper.MAX_KEPT connector.rank_service.DRAIN_S connector.rank_service.SMALL_NBYTES
+    connector.rank_service.TURN_S
     connector.sink.QUICK_IDS connector.worker_side.LATE_S doctor.child.END_S doctor.child.START_S
     engine.rpc.HEARTBEAT_S kernels.rewrite_kernel.MAX_PLANES proxy.server.ABANDONED_S
     transports.channel.WORD_S transports.guard.BEGUN_S transports.guard.MOST_BEGUN
@@ -82,7 +83,7 @@ _OWN_CODE = """
     connector.source.read_pull connector.verifier.Verifier.submit
     connector.worker_side.WorkerConnector.wait_for_activity
     transfer.source_session.OfferSession.step transports.attachments.MappingSink._find
-    transports.channel.Dealer.receive
+    transports.channel.Dealer.receive transports.channel.Dealer.send
     transports.guard.why_refused transports.nixl_pipe._quarantine transports.shm_direct.ShmSink.*
     transports.stream_connections.Connections.add transports.stream_link.Dealer
     transports.stream_sink.StreamSink.trial transports.stream_sink.decode_to_sink
