@@ -296,6 +296,8 @@ class Visitors:
         self._num_failed = 0
         self._gone: list[bytes] = []
         self._ended: Bounded[bytes, None] = Bounded(_MAX_ENDED)
+        self._unsure: dict[int, bytes] = {}
+        """Who has said something through a descriptor of which more is to be heard first."""
         self._penalties = penalties_of(context)
         self._warned: LogLimit[tuple[str, int]] = LogLimit(MAX_WARNED)
 
@@ -315,7 +317,21 @@ class Visitors:
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._tell_failed(fd)
                 self._leave(fd)
-        return self._events.take_empty()
+        is_all = self._events.take_empty()
+        if is_all and self._unsure:
+            unsure, self._unsure = self._unsure, {}
+            for fd, name in unsure.items():
+                self._settle(fd, name)
+        return is_all
+
+    def _settle(self, fd: int, name: bytes) -> None:
+        """All events are known by which this connection's descriptor may have been another's."""
+        visitor = self._visitors.get(fd)
+        if visitor is None:
+            self._gone.append(name)
+            self._ended[name] = None
+        elif visitor.name is None:
+            visitor.name, self._fds[name] = name, fd
 
     def take_gone(self) -> list[bytes]:
         """The names of connections that have ended since the last call, and had sent a message. If
@@ -347,10 +363,12 @@ class Visitors:
                 # meanwhile: with four threads on two busy cores 2 of 44,718 connections
                 self._enter(fd, is_untold=True)
             visitor = self._visitors.get(fd)
-            if visitor is None:
-                if is_all:  # it has ended already, and now it had sent a message
-                    self._gone.append(name)
-                    self._ended[name] = None
+            if not is_all:  # whoever has the descriptor here may be one that ended before
+                self._unsure[fd] = name
+                return fd
+            if visitor is None:  # it has ended already, and now it had sent a message
+                self._gone.append(name)
+                self._ended[name] = None
                 return fd
             self._forget_name(fd, visitor)
             if visitor.name is not None:  # of an untold one whose descriptor this one has now

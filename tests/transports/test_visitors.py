@@ -186,6 +186,8 @@ def test_who_came_behind_many_others_is_not_taken_for_gone(
         while not visitors.meet():
             pass
         assert (visitors.take_gone(), len(visitors)) == ([], 1)
+        (fd,) = visitors._visitors
+        assert visitors.name_of(fd) is not None
 
 
 # ------------------------------------------------------------------ what lies there
