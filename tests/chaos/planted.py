@@ -306,7 +306,7 @@ PLANTED: Sequence[Planted] = (
         "protocol",
         test="tests/transfer/test_session.py",
     ),
-    Planted(a_read_needs_no_verdict, "protocol", kinds=(Kind.RESET,)),
+    Planted(a_read_needs_no_verdict, "protocol", test="tests/transfer/test_session.py"),
     Planted(an_abort_does_not_wait_for_the_copy, "protocol", fleet=SLOW_FLEET),
     Planted(a_stopped_read_is_drained_at_once, "protocol", fleet=SLOW_FLEET),
     Planted(tokens_are_not_compared, "protocol", wire="zmq"),
