@@ -370,6 +370,8 @@ class Visitors:
                 self._gone.append(name)
                 self._ended[name] = None
                 return fd
+            if visitor.name == name:  # it was unsure until now
+                return visitor.backlog.heard(frames[1:])
             self._forget_name(fd, visitor)
             if visitor.name is not None:  # of an untold one whose descriptor this one has now
                 self._gone.append(visitor.name)

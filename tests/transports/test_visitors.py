@@ -190,6 +190,24 @@ def test_who_came_behind_many_others_is_not_taken_for_gone(
         assert visitors.name_of(fd) is not None
 
 
+def test_who_was_unsure_is_known_when_he_speaks_again(
+    router: Socket, visitors: Visitors, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """His second message is what has the rest of the events read."""
+    with closing(zmtp.connect(endpoint_of(router))) as peer:
+        peer.sendall(zmtp.frame(b"x"))
+        assert router.poll(5000)
+        with monkeypatch.context() as patch:
+            patch.setattr(visitors, "meet", lambda: False)
+            assert len(turn(inbox)) == 1
+        peer.sendall(zmtp.frame(b"again"))
+        assert router.poll(5000)
+        assert len(turn(inbox)) == 1
+        assert visitors.take_gone() == []
+        (fd,) = visitors._visitors
+        assert visitors.name_of(fd) is not None
+
+
 # ------------------------------------------------------------------ what lies there
 
 
