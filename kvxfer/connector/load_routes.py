@@ -189,11 +189,15 @@ def _make_run(
 
 
 def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int, wanted: Sequence[PullClass]) -> int:
-    """Small for an offer that grows: a chunk leaves when its last token is open."""
+    """Small for an offer that grows: a chunk leaves when its last token is open. But over a fast
+    wire the whole prompt is sent in the time that many small chunks take.
+    """
     best_nbytes = choice.chunk_nbytes(nbytes)
     if not order.grows:
         return best_nbytes
-    least_nbytes = max(LEAST_GROWING_NBYTES, block_chunk_nbytes(wanted))
+    least_nbytes = max(
+        LEAST_GROWING_NBYTES, block_chunk_nbytes(wanted), choice.least_growing_nbytes
+    )
     return min(best_nbytes, max(least_nbytes, *map(_part_nbytes, wanted)))
 
 

@@ -30,6 +30,11 @@ stood still for 20 ms of 172, and 16 MiB took 156 ms in chunks of 1 MiB.
 """
 _LONGEST_CHUNK_S = 0.01
 """On the wire. What follows on a connection waits for its slots: for 0.1 s where there are ten."""
+_BYTES_OVER_MESSAGE = 2
+"""Of a chunk of a growing offer, how much longer its bytes take than its message. Between two H100s
+a prompt of 1,745 tokens went in 448 chunks of 0.4 MiB that all were ready at once, and its first
+token came 80 ms later than in chunks as for a complete offer.
+"""
 LEAST_SLOTS = 2
 """With one nothing overlaps."""
 MOST_SLOTS = 64
@@ -92,6 +97,12 @@ class WireCosts:
         best = min(best, _LONGEST_CHUNK_S * self.bytes_per_s)
         return min(most, max(least, 1 << round(math.log2(max(best, 1.0)))))
 
+    def worth_nbytes(self, num_streams: int) -> int:
+        """Of the least chunk that is worth its message where so many streams carry chunks side by
+        side, each at ``bytes_per_s``.
+        """
+        return int(_BYTES_OVER_MESSAGE * self.message_s * self.bytes_per_s * num_streams)
+
     @property
     def _copied_per_s(self) -> float:
         return max(self.bytes_per_s, _COPIED_PER_S)
@@ -117,7 +128,8 @@ class StagingBounds:
     """What may be chosen: ``nbytes`` for all slots of one connection, ``most_chunk_nbytes`` for
     each. ``chunk_nbytes`` and ``num_slots`` are settings; None: by measurement. ``is_limit``:
     ``nbytes`` was set, too; else more is taken where settings or blocks need it. ``busy_slots``
-    keep all stages busy, so chunks are no larger than that allows.
+    keep all stages busy, so chunks are no larger than that allows. ``num_streams``: how many carry
+    chunks side by side; a trial has one of them.
     """
 
     nbytes: int
@@ -126,19 +138,21 @@ class StagingBounds:
     chunk_nbytes: int | None = None
     num_slots: int | None = None
     busy_slots: int = BUSY_SLOTS
+    num_streams: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
     """The slots of one connection, and how transfers are cut for it. ``fixed_nbytes``: the size of
     every chunk; None: as large as is best for each transfer. ``way``: in which the wire moves them,
-    as its trial has found; "": the usual one.
+    as its trial has found; "": the usual one. ``num_streams``: as its bounds have it.
     """
 
     num_slots: int
     slot_nbytes: int
     fixed_nbytes: int | None
     way: str = ""
+    num_streams: int = 1
 
     def chunk_nbytes(self, costs: WireCosts, nbytes: int) -> int:
         if self.fixed_nbytes is not None:
@@ -167,7 +181,7 @@ def plan_staging(costs: WireCosts, workload: Workload, bounds: StagingBounds) ->
             f"{bounds.nbytes}; raise it on both sides, or lower chunk_nbytes or staging_slots "
             f"(a chunk holds at least a block, here of {workload.least_chunk_nbytes} bytes)"
         )
-    staging = Staging(num_least, slot_nbytes, bounds.chunk_nbytes)
+    staging = Staging(num_least, slot_nbytes, bounds.chunk_nbytes, num_streams=bounds.num_streams)
     if bounds.num_slots is not None:
         return staging
     most_slots = min(max(bounds.nbytes, least_nbytes) // slot_nbytes, MOST_SLOTS)

@@ -55,6 +55,11 @@ class Choice:
         staging = self.staging
         return staging.chunk_nbytes(self.trial.costs, nbytes) if staging is not None else 0
 
+    @property
+    def least_growing_nbytes(self) -> int:
+        """Of a chunk of an offer that grows; smaller ones cost more than they bring forward."""
+        return self.trial.costs.worth_nbytes(self.staging.num_streams) if self.staging else 0
+
     def __str__(self) -> str:
         path = f" over {self.trial.path}" if self.trial.path else ""
         cut = ""

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import zmq
@@ -150,7 +150,7 @@ class StreamSink(ReceivingSink):
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
         number = max(self._num_streams, self._pipe.num_sockets)
         sizes = [self._pipe.staging_size(each).over(number) for each in self._device_types(source)]
-        return staging_bounds(self._config, sizes)
+        return replace(staging_bounds(self._config, sizes), num_streams=self._num_streams)
 
     def _device_types(self, source: RankManifest) -> set[str]:
         return {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}

@@ -110,7 +110,9 @@ def peer_of(plan: Plan, source: EngineManifest, rank: RankId, wire: str) -> Peer
             can_verify=False,
             choices={
                 entry.rank: Bag(
-                    transport=wire, chunk_nbytes=lambda nbytes: 4096 if wire == "zmq" else 0
+                    transport=wire,
+                    chunk_nbytes=lambda nbytes: 4096 if wire == "zmq" else 0,
+                    least_growing_nbytes=0,
                 )
                 for entry in source.ranks
             },
@@ -299,7 +301,9 @@ def test_what_grows_is_sent_in_small_chunks() -> None:
     ways = ways_of(peer, addressing)
     sizes: list[int] = []
     spans: list[int] = []
-    for num_tokens, grows in ((3000, False), (3000, True), (100, True), (6000, True)):
+    asked = ((3000, False, 0), (3000, True, 0), (100, True, 0), (6000, True, 0))
+    for num_tokens, grows, least in (*asked, (3000, True, 40 << 20), (3000, True, 80 << 20)):
+        peer.choices[rank].least_growing_nbytes = least
         order = NewLoad(
             request_id="r",
             source=SourceRef(
@@ -319,9 +323,11 @@ def test_what_grows_is_sent_in_small_chunks() -> None:
         chunks = chunk_list(run.pull.classes, run.pull.chunk_nbytes)
         spans.append(max(chunk.token_hi - chunk.token_lo for chunk in chunks))
     # 32 KiB a token of one region: an eighth of 3,000 tokens; that of 100 is less than a block. An
-    # eighth of 6,000 is more than a chunk of one region has: chunks are as large as for all
-    assert sizes == [64 << 20, 3000 // 8 * (1 << 15), 16 * (1 << 15), 64 << 20]
-    assert spans == [512, 368, 16, 512]
+    # eighth of 6,000 is more than a chunk of one region has: chunks are as large as for all.
+    # Over a fast wire they are larger than an eighth, but never larger than for all
+    small = [3000 // 8 * (1 << 15), 16 * (1 << 15)]
+    assert sizes == [64 << 20, *small, 64 << 20, 40 << 20, 64 << 20]
+    assert spans == [512, 368, 16, 512, 512, 512]
 
 
 def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:

@@ -318,6 +318,15 @@ def test_staging_is_chosen_and_settings_are_kept_to() -> None:
         taken({"s": wire})
 
 
+def test_chunks_of_what_grows_are_worth_their_message() -> None:
+    """Their bytes take twice as long: 2 x 200 us x 3 GB/s, and so on each of eight streams."""
+    wire = made(WireCosts(300e-6, 200e-6, 3e9), HOST)
+    assert taken({"s": wire}).least_growing_nbytes == 1_200_000
+    wire.bounds = replace(HOST, num_streams=8)
+    assert taken({"s": wire}).least_growing_nbytes == 9_600_000
+    assert taken({"d": made(WireCosts(300e-6, 200e-6, 3e9))}).least_growing_nbytes == 0
+
+
 def test_time_for_each_candidate() -> None:
     """Two seconds; the last hope gets all that is left."""
     wires = {"a": made("no"), "b": made("no", HOST)}

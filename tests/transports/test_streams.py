@@ -236,6 +236,7 @@ def test_a_source_that_may_have_streams_has_staging_for_them() -> None:
     with a_pair(4, staging_slots=64) as pair:
         bounds = pair.sink.staging_bounds(pair.manifest)
         assert (bounds.nbytes, bounds.busy_slots) == (4 * HOST_STAGING.nbytes, 15)
+        assert bounds.num_streams == 4
         assert pair.source._admission.admit(
             msgspec.structs.replace(ATTACH, num_slots=16, slot_nbytes=8 << 20), 4
         ) == Slots(16, 8 << 20)
