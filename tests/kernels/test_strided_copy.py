@@ -257,6 +257,29 @@ def test_heads_and_tokens_that_lie_together_are_joined() -> None:
     assert check(replace(latent, num_tokens=161)) == 4
 
 
+@pytest.mark.parametrize("programs", [3, WHOLE_GPU])
+@pytest.mark.parametrize("inner", [1, 2, 8])
+@pytest.mark.parametrize("num_heads", [2, 40, 150])
+def test_narrow_heads_are_channels(num_heads: int, inner: int, programs: int) -> None:
+    """A convolution's state, whose channels follow each other on one side, and its tokens on the
+    other.
+    """
+    for source, sink in ((nhd, hnd), (hnd, nhd)):
+        work = work_of(source(3, num_heads, inner), sink(3, num_heads, inner), 12, num_heads, inner)
+        wide = widest(work)
+        assert (wide.num_heads, wide.channel_nbytes) == (1, inner)
+        launch = plan_launch(work, NUM_REGIONS, programs)
+        assert (launch.by_channel, launch.tokens_first) == (True, False)
+        assert check(work, programs=programs) == inner
+    # Of more tokens of a block, lanes take those that lie together at the sink
+    long = work_of(nhd(16, num_heads, inner), hnd(48, num_heads, inner), 40, num_heads, inner)
+    assert plan_launch(long, NUM_REGIONS, programs).tokens_first
+    assert check(long, programs=programs) == inner
+    # Blocks that are alike are copied whole
+    alike = work_of(hnd(3, num_heads, inner), hnd(3, num_heads, inner), 12, num_heads, inner)
+    assert widest(alike).inner_nbytes == 3 * num_heads * inner
+
+
 def test_division_is_exact() -> None:
     """The quotients that the kernel takes by a multiplication, at the ends of their range."""
     for divisor in (1, 2, 3, 7, 16, 24, 41, 72, 1000, 65535, (1 << 30) - 1, 1 << 30):
