@@ -300,6 +300,7 @@ class SchedulerConnector:
         the decode side. An aborted load is still reported through finished_recving; its blocks stay
         with the engine until then.
         """
+        self._step_loads.ended(request.request_id)
         if request.request_id in self._not_offered:
             self._not_offered.remove(request.request_id)
             return False, dict(NOT_OFFERED_PARAMS)
@@ -346,7 +347,7 @@ class SchedulerConnector:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
         """NO_ORDERS itself where there are none. ``scheduler_output`` is only read."""
-        self._step_loads.begin_step()
+        self._step_loads.begin_step(scheduler_output.num_scheduled_tokens)
         orders = self._loads.step(self._offers.step(scheduler_output))
         if self._must_tell():
             self._told_open = self.num_open

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from kvxfer.config import Config
+from kvxfer.connector.board import Board, Posted
 from kvxfer.connector.params import (
     LoadWanted,
     Plain,
@@ -27,6 +28,7 @@ from kvxfer.connector.records import (
     EndOffer,
     Hold,
     KVConnectorOutput,
+    NearSource,
     NewLoad,
     NewOffer,
     OfferBlocks,
@@ -413,6 +415,30 @@ def test_the_end_of_a_prompt_is_computed_here(
     request = Request(kv_transfer_params=params)
     c.on_new_request(request)
     assert c.get_num_new_matched_tokens(request, 16) == expected
+
+
+def test_a_load_is_part_of_the_step_that_nobody_else_waits_for() -> None:
+    """Three steps' worth of copies: not while another request runs, and again when it has ended."""
+    side = connector(load_in_step_s=0.01)
+    board = Board()
+    assert board.post(SOURCE.offer.nonce, Posted(SOURCE.digest, 40, ((1,),)))
+    near = NearSource(0.03, 0.0, (board.handle,))
+    side.update_connector_output(
+        KVConnectorOutput(near={"pp0tp0": {SOURCE.offer.incarnation: near}})
+    )
+    request, other = wanting(), Request(request_id="other")
+    side.on_new_request(request)
+    ask = partial(side.get_num_new_matched_tokens, request, 0)
+    assert ask() == (39, False)
+    side.build_connector_meta(step(counts={"other": 1}))
+    assert ask() == (39, True)
+    side.request_finished(other, [])
+    assert ask() == (39, False)
+    side.update_state_after_alloc(request, Blocks([4, 5, 6]), 39)
+    (load,) = side.build_connector_meta(step(counts={"r": 40})).loads
+    assert load.in_step
+    side.shutdown()
+    board.close()
 
 
 def test_a_load_has_the_trace_of_its_request() -> None:

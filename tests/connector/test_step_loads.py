@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvxfer.connector import rank_service, worker_side
 from kvxfer.connector.board import Board, Posted
-from kvxfer.connector.loads import DISTRUST_S, StepLoads
+from kvxfer.connector.loads import ALONE_FACTOR, DISTRUST_S, StepLoads
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
 from kvxfer.connector.sink import Sink
 from kvxfer.tensors.strided_copy import strided_copy
@@ -64,7 +64,8 @@ _number = iter(range(1 << 60))
     num_ranks=st.integers(1, 3),
     shown=st.tuples(SHOWN, SHOWN),
     num_tokens=st.integers(1, 60),
-    promised_s=st.lists(st.sampled_from([0.1, 0.5]), max_size=2),
+    promised_s=st.lists(st.sampled_from([0.1, 0.5, ALONE_FACTOR * LIMIT_S - 0.3]), max_size=2),
+    running=st.sets(st.sampled_from(["r", "s"])),
     late_for_s=st.none() | st.sampled_from([0.0, DISTRUST_S - 1, DISTRUST_S]),
 )
 @settings(max_examples=300, deadline=None)
@@ -75,6 +76,7 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
     shown: tuple[str, str],
     num_tokens: int,
     promised_s: list[float],
+    running: set[str],
     late_for_s: float | None,
 ) -> None:
     source = source_of(next(_number))
@@ -89,6 +91,7 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
         handles = tuple(boards[number].handle for number in sorted(each[2])) if each else ()
         near = {LIFE: NearSource(each[0], each[1], handles)} if each else {}
         loads.learn({f"pp0tp{rank}": near})
+    loads.begin_step(running)
     for time_s in promised_s:
         loads.promise(time_s)
     if late_for_s is not None:
@@ -96,8 +99,10 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
     ranks = [f"pp0tp{rank}" for rank in range(num_ranks)]
     try:
         got = loads.time_s(source, num_tokens, ranks, 100.0)
-        loads.begin_step()
+        loads.begin_step(["r"])
         in_next = loads.time_s(source, num_tokens, ranks, 100.0)
+        loads.ended("r")
+        alone = loads.time_s(source, num_tokens, ranks, 100.0)
     finally:
         for board in boards:
             board.end(source.offer.nonce)
@@ -112,8 +117,10 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
         )
         if are_open and (late_for_s is None or late_for_s >= DISTRUST_S):
             want = max(times)
-    assert got == (want if sum(promised_s) + want <= LIMIT_S else None)
+    limit_s = LIMIT_S if running else ALONE_FACTOR * LIMIT_S
+    assert got == (want if sum(promised_s) + want <= limit_s else None)
     assert in_next == (want if want <= LIMIT_S else None)
+    assert alone == (want if want <= ALONE_FACTOR * LIMIT_S else None)
 
 
 def test_without_a_limit_nothing_is_mapped(boards: list[Board]) -> None:
