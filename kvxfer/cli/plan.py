@@ -114,7 +114,8 @@ def _print(plan: TransferPlan) -> None:
         staging = f"{cut.num_slots} x {size_text(cut.slot_nbytes)}" if cut.num_slots else "-"
         limit = f"{wire.limit} ({ms_text(wire.terms_s[wire.limit])} ms)"
         pieces = f"{wire.pieces}: {cut.num_pieces}{chunk}"
-        wires.add_row(wire.wire, pieces, staging, ms_text(wire.duration_s), limit)
+        streams = f" x{wire.figures.num_streams}" if wire.figures.num_streams > 1 else ""
+        wires.add_row(f"{wire.wire}{streams}", pieces, staging, ms_text(wire.duration_s), limit)
     measured = dict.fromkeys(f"{w.figures.hardware}, {w.figures.date}" for w in plan.wires)
     off = max(wire.figures.most_off for wire in plan.wires)
     console.print(

@@ -31,24 +31,31 @@ from kvxfer.transports.base import ReadRequest, Trial
 from kvxfer.transports.choice import make_choice
 from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import Pipe, chunk_s, staging_bounds
-from kvxfer.transports.registry import AUTO
+from kvxfer.transports.registry import AUTO, is_for_tcp
 from kvxfer.transports.shm_direct import job_spans
+from kvxfer.transports.tcp_pipe import TcpPipe
 from kvxfer.transports.ucx_pipe import UcxPipe
 from kvxfer.transports.zmq_pipe import ZmqPipe
 
-STREAMS: dict[str, type[Pipe]] = {"zmq": ZmqPipe, "ucx": UcxPipe, "nixl": NixlPipe}
+STREAMS: dict[str, type[Pipe]] = {
+    "zmq": ZmqPipe,
+    "tcp": TcpPipe,
+    "ucx": UcxPipe,
+    "nixl": NixlPipe,
+}
 _LIFE = b"-" * 16
 
 
 class WireFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """How a wire was measured between memories of one kind, the way that it takes on one host or
-    between two. ``most_off``: how many times longer or shorter any measured time was than these
-    figures say.
+    """How a wire was measured between memories of one kind, for one host or for two.
+    ``num_streams``: over which it carried the chunks of a pair of ranks. ``most_off``: how many
+    times longer or shorter any measured time was than these figures say.
     """
 
     wire: str
     device: str
     num_hosts: int
+    num_streams: int
     latency_s: float
     bytes_per_s: float
     most_off: float
@@ -172,8 +179,15 @@ def _candidates(source: Geometry, sink: Geometry, gbps: float | None) -> Iterato
     for each in load_figures():
         is_of_kind = each.device == ("cpu" if kinds == {"cpu"} else "cuda")
         is_of_way = each.num_hosts == (1 if gbps is None else 2)
-        if is_of_kind and is_of_way and all(each.wire in AUTO[kind] for kind in kinds):
+        if is_of_kind and is_of_way and all(_is_candidate(each, kind) for kind in kinds):
             yield each
+
+
+def _is_candidate(figures: WireFigures, kind: str) -> bool:
+    """Whether a side without CURVE keys has this wire, for memory of this kind."""
+    if figures.wire == "tcp":
+        return is_for_tcp(kind, figures.num_streams)
+    return figures.wire in AUTO[kind]
 
 
 class _Load:
@@ -213,7 +227,8 @@ class _Load:
         kinds = {rank.memories[0].device for rank in (self._given.ranks[0], self._taken.ranks[0])}
         pipe, bounds, message_s = STREAMS.get(figures.wire), None, 0.0
         if pipe is not None:
-            bounds = staging_bounds(Config(), [pipe.staging_size(kind) for kind in kinds])
+            sizes = [pipe.staging_size(kind).over(figures.num_streams) for kind in kinds]
+            bounds = staging_bounds(Config(), sizes)
             message_s = chunk_s(kinds)
         bytes_per_s = min(figures.bytes_per_s, math.inf if gbps is None else gbps * 1e9)
         trial = Trial(WireCosts(figures.latency_s, message_s, bytes_per_s))

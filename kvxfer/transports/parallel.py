@@ -47,7 +47,12 @@ def num_cores() -> int:
 
 def num_streams(config: Config) -> int:
     """Connections over which ``zmq`` carries the chunks of one peer rank, at most."""
-    return config.zmq_streams or max(1, min(MOST_AUTO_STREAMS, num_cores() // CORES_PER_STREAM))
+    return config.zmq_streams or streams_on(num_cores())
+
+
+def streams_on(cores: int) -> int:
+    """How many an engine takes by itself where it may use so many cores."""
+    return max(1, min(MOST_AUTO_STREAMS, cores // CORES_PER_STREAM))
 
 
 def most_further() -> int:

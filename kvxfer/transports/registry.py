@@ -259,14 +259,20 @@ def _has_ports_for_tcp(config: Config, device_type: str) -> bool:
     return False
 
 
+def is_for_tcp(device_type: str, num_streams: int) -> bool:
+    """Several sockets, because with one it is no faster than ``zmq``; and memory of a GPU, because
+    in host memory it carries no more than as many streams of ``zmq``: 4.1 to 4.8 GB/s, and 4.2 to
+    5.4 (``scripts/results/streams_cpu_32_cores_2026-11-25.md``).
+    """
+    return device_type != "cpu" and num_streams > 1
+
+
 def _is_worth_it(name: str, device_type: str, config: Config) -> bool:
-    """Whether ``auto`` has this wire: see OPTIONAL; ``tcp`` where it has several sockets, because
-    with one it is no faster than ``zmq``, and where no key says that bytes are to be encrypted; for
-    memory of a GPU, for in host memory it was measured at less than as many streams of ``zmq``.
+    """Whether ``auto`` has this wire: see OPTIONAL and ``is_for_tcp``; ``tcp`` where no key says
+    that bytes are to be encrypted.
     """
     if name == "tcp":
-        has_several = device_type != "cpu" and num_streams(config) > 1
-        return has_several and config.curve_public_key is None
+        return config.curve_public_key is None and is_for_tcp(device_type, num_streams(config))
     if name not in OPTIONAL:
         return True
     if importlib.util.find_spec(OPTIONAL[name]) is None:

@@ -235,7 +235,7 @@ def test_a_load_takes_as_long_as_its_busiest_rank() -> None:
 
 def test_one_pair_of_ranks_takes_what_the_cost_model_says() -> None:
     plan = planned(LLAMA, replace(LLAMA, block=64))
-    assert {wire.wire for wire in plan.wires} == {"cuda_ipc", "zmq", "ucx", "nixl"}
+    assert {wire.wire for wire in plan.wires} == {"cuda_ipc", "zmq", "tcp", "ucx", "nixl"}
     assert plan.wires == tuple(sorted(plan.wires, key=lambda wire: wire.duration_s))
     for wire in plan.wires:
         is_direct, (cut,) = wire.wire == "cuda_ipc", wire.cuts
@@ -252,7 +252,7 @@ def test_one_pair_of_ranks_takes_what_the_cost_model_says() -> None:
 
 def test_a_link_limits_what_is_faster_than_it() -> None:
     slow, fast = (planned(LLAMA, LLAMA, 8192, gbps) for gbps in (0.125, 1000.0))
-    assert {wire.wire for wire in slow.wires} == {"zmq", "ucx", "nixl"}, (
+    assert {wire.wire for wire in slow.wires} == {"zmq", "tcp", "ucx", "nixl"}, (
         "shm and cuda_ipc: one host"
     )
     for wire in slow.wires:
@@ -261,9 +261,28 @@ def test_a_link_limits_what_is_faster_than_it() -> None:
     assert all("link" not in wire.terms_s for wire in fast.wires)
 
 
+@pytest.mark.parametrize("gbps", [None, 50.0])
+def test_tcp_is_there_between_gpus_alone_and_faster_than_zmq(gbps: float | None) -> None:
+    """As ``auto`` has it: in host memory, on either side, it never tries it."""
+    in_host = replace(LLAMA, device="cpu")
+    for source, sink in ((in_host, in_host), (in_host, LLAMA), (LLAMA, in_host)):
+        assert "tcp" not in {wire.wire for wire in planned(source, sink, gbps=gbps).wires}
+    by_name = {wire.wire: wire for wire in planned(LLAMA, LLAMA, gbps=gbps).wires}
+    assert by_name["tcp"].duration_s < by_name["zmq"].duration_s
+
+
+def test_staging_is_for_all_streams() -> None:
+    """Slots of 32 MiB on each of 8 sockets, where one stream may have 32 MiB in all."""
+    (cut,) = next(wire.cuts for wire in planned(LLAMA, LLAMA).wires if wire.wire == "tcp")
+    assert cut.slot_nbytes == cut.chunk_nbytes == 32 << 20
+    assert cut.num_slots >= 6
+    (cut,) = next(wire.cuts for wire in planned(LLAMA, LLAMA).wires if wire.wire == "zmq")
+    assert cut.num_slots * cut.slot_nbytes == 8 * (32 << 20)
+
+
 def test_a_model_too_large_for_one_list_of_chunks_is_refused_with_the_reason() -> None:
     plan = plan_transfer(
-        replace(LLAMA, layers=126, device="cpu"), replace(LLAMA, layers=126), 1 << 20
+        replace(LLAMA, layers=126, device="cpu"), replace(LLAMA, layers=126), 1 << 21
     )
     assert isinstance(plan, Refusal)
     assert "ask for larger ones" in plan.reason
@@ -272,7 +291,7 @@ def test_a_model_too_large_for_one_list_of_chunks_is_refused_with_the_reason() -
 def test_figures_are_there_for_each_wire_and_way() -> None:
     figures = load_figures()
     places = [(each.wire, each.device, each.num_hosts) for each in figures]
-    assert len(set(places)) == len(places) == 14
+    assert len(set(places)) == len(places) == 16
     for each in figures:
         assert each.latency_s > 1e-5
         assert 1e9 < each.bytes_per_s < 1e12

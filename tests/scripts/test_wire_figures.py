@@ -17,11 +17,14 @@ from scripts.wire_figures import ROOT, bounds_of, predicted_s, times_of
 
 def worst(figures: WireFigures) -> float:
     """The largest ratio between a measured time and the model's, in either direction."""
-    file, bounds = ROOT / figures.results, bounds_of(figures.wire, figures.device)
+    file = ROOT / figures.results
+    bounds = bounds_of(figures.wire, figures.device, figures.num_streams)
     way = f"kvxfer {figures.wire}"
-    if figures.wire == "zmq" and figures.num_hosts == 2:
+    if figures.wire == "zmq" and (figures.num_hosts, figures.device) != (1, "cpu"):
         way += "-tcp"
-    wanted = {"mode": "idle"} if figures.device == "cuda" else {"way": way}
+    if figures.num_streams > 1:
+        way += f" x{figures.num_streams}"
+    wanted = {"mode": "idle"} if file.name.startswith("connector_") else {"way": way}
     message_s = chunk_s({figures.device}) if bounds else 0.0
     costs = WireCosts(figures.latency_s, message_s, figures.bytes_per_s)
     times = times_of(file, wanted)
@@ -35,6 +38,13 @@ def worst(figures: WireFigures) -> float:
 )
 def test_measured_times_are_as_near_as_it_says(figures: WireFigures) -> None:
     assert worst(figures) == pytest.approx(figures.most_off, abs=0.006)
+
+
+def test_streams_are_as_many_as_an_engine_chooses_there() -> None:
+    """32 cores, one for each four and 8 at most; 2 cores."""
+    number = {(each.wire, each.device): each.num_streams for each in load_figures()}
+    assert {key for key, many in number.items() if many != 1} == {("zmq", "cuda"), ("tcp", "cuda")}
+    assert number["zmq", "cuda"] == number["tcp", "cuda"] == 8
 
 
 def test_no_rate_nearby_is_better() -> None:
