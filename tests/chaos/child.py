@@ -43,6 +43,7 @@ from kvxfer.testing.faults import install
 from kvxfer.transports import shm_direct
 from tests.chaos.content import PlaneView, Words, names_of, next_token
 from tests.chaos.mangling import Mangler
+from tests.chaos.standing import write_on_signal
 from tests.connector.inside import service_behind
 
 WRONG = 0
@@ -132,6 +133,7 @@ class Reach:
 
 def prepare(spec: Spec) -> Reach:
     """What a process needs so that a storm can reach it: first of all in it."""
+    write_on_signal(Path(spec.folder))
     door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = f"kvxfer-storm-{spec.engine_id}-{os.getpid()}"
     door.bind(f"\0{name}")
