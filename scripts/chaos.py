@@ -10,8 +10,9 @@ killed, stopped and lied to while requests move through them. ``tests/chaos`` sa
 
 The last one plants faults, one at a time, and says who finds each.
 
-When a request hangs, the folder of its storm gets two files for each process of that engine: its
-Python stacks, and what the kernel says of each thread. They are named below the storm's line.
+When a request hangs, the folder of its storm gets three files for each process of that engine: its
+Python stacks, what the kernel says of each thread, and what its connector has to do. The first two
+are named below the storm's line.
 
 ``--limit-s`` ends a run between two storms, and ``--resume`` goes on from its results file. Several
 runs, each of other wires, may run at once: they share no port and no file.

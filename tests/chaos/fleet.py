@@ -23,7 +23,7 @@ from kvxfer.engine.rpc import RpcClient
 from kvxfer.errors import KvxferError, PeerLost
 from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell
 from tests.chaos.content import VOCAB_SIZE, answer_of
-from tests.chaos.standing import look_at
+from tests.chaos.standing import look_at, more_of
 from tests.chaos.storm import LONGEST_PROMPT, Kind, Shape
 from tests.end_to_end.harness import tiny_model
 from tests.helpers import free_port
@@ -365,9 +365,15 @@ class Fleet:
         return facts is not None and tell(facts, order)
 
     def look_at(self, member: Member) -> list[str]:
-        """Where the threads of its processes stand, into files of the folder; their names."""
+        """Where the threads of its processes stand, into files of the folder; their names. Beside
+        them is what each connector has to do, if the process can say it. Asked last: it is woken.
+        """
         names = {facts.pid: facts.threads for facts in member.facts.values()}
-        return look_at({pid: names.get(pid, {}) for pid in member.pids}, self._folder)
+        files = look_at({pid: names.get(pid, {}) for pid in member.pids}, self._folder)
+        for rank, facts in member.facts.items():
+            with more_of(self._folder / f"{facts.pid}.state"):
+                self.tell(member, rank, Order(state=True))
+        return files
 
     def says(self, member: Member) -> str:
         """What it says of itself to another client, or why there is no answer."""

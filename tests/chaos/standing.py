@@ -11,16 +11,16 @@ import faulthandler
 import os
 import signal
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SIGNAL = signal.SIGURG
 """Nobody here uses it, and a process that does not know it yet ignores it."""
 NUM_LOOKS, APART_S = 2, 0.5
 """What is the same in both looks stands; what is not goes round in circles."""
-WRITTEN_S = 2.0
-"""How long a process may take for its stacks; one that is stopped writes none."""
+WRITTEN_S = 4.0
+"""How long a process may take to write; one that is stopped writes nothing."""
 
 
 def write_on_signal(folder: Path) -> None:
@@ -39,7 +39,8 @@ def look_at(processes: Mapping[int, Mapping[int, str]], folder: Path) -> list[st
             lines = [f"look {number + 1}: id, name, CPU ticks, state, wchan, syscall"]
             with (folder / f"{pid}.threads").open("a", encoding="utf-8") as file:
                 file.write("\n".join([*lines, *_threads(pid, names), ""]))
-            _ask_for_stacks(pid, _stacks(folder, pid))
+            with suppress(ProcessLookupError), more_of(_stacks(folder, pid)):
+                os.kill(pid, SIGNAL)
     return [f"{pid}.{what}" for pid in processes for what in ("stacks", "threads")]
 
 
@@ -47,10 +48,12 @@ def _stacks(folder: Path, pid: int) -> Path:
     return folder / f"{pid}.stacks"
 
 
-def _ask_for_stacks(pid: int, path: Path) -> None:
-    before, until_s = _nbytes(path), time.monotonic() + WRITTEN_S
-    with suppress(ProcessLookupError):
-        os.kill(pid, SIGNAL)
+@contextmanager
+def more_of(path: Path) -> Iterator[None]:
+    """Wait at the end until a process has added something to this file."""
+    before = _nbytes(path)
+    yield
+    until_s = time.monotonic() + WRITTEN_S
     while _nbytes(path) == before and time.monotonic() < until_s:
         time.sleep(0.01)
 

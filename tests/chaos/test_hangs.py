@@ -60,11 +60,12 @@ def test_an_engine_that_hangs_is_looked_at(tmp_path: Path, monkeypatch: pytest.M
 
     assert any(line.startswith("r5 at p0 ") for line in summary.hung)
     files = [tmp_path / each for each in summary.stood if (tmp_path / each).stat().st_size]
-    stacks, threads = sorted(file for file in files if is_of(file, "p0"))
+    stacks, threads = (file for file in files if is_of(file, "p0"))
     for function in ("stand_for_ever", "_serve_door"):  # of the engine's thread, and of another
         assert stacks.read_text().count(f"in {function}") == 2
     assert threads.read_text().count(" MainThread: ") == 2
     assert threads.read_text().count(" kvxfer-io-") == 2
+    assert json.loads(stacks.with_suffix(".state").read_bytes())["loads"] == 0
     said = [each.detail for each in log_of(folder) if (each.what, each.of) == ("hangs", "p0")]
     assert len(said) == 1
     assert "no answer within" in said[0]
