@@ -10,6 +10,10 @@ killed, stopped and lied to while requests move through them. ``tests/chaos`` sa
 
 The last one plants faults, one at a time, and says who finds each.
 
+When a request hangs, the folder of its storm gets three files for each process of that engine: its
+Python stacks, what the kernel says of each thread, and what its connector has to do. The first two
+are named below the storm's line.
+
 ``--limit-s`` ends a run between two storms, and ``--resume`` goes on from its results file. Several
 runs, each of other wires, may run at once: they share no port and no file.
 
@@ -171,6 +175,8 @@ class _Run:
         print(_line(summary), flush=True)
         for problem in summary.problems()[:20]:
             print(f"  {problem[:300]}", flush=True)
+        for path in summary.stood:
+            print(f"  where its threads stood: {folder.parent / path}", flush=True)
         if options.out is not None:
             self._report.write()
 

@@ -43,6 +43,7 @@ from kvxfer.testing.faults import install
 from kvxfer.transports import shm_direct
 from tests.chaos.content import PlaneView, Words, names_of, next_token
 from tests.chaos.mangling import Mangler
+from tests.chaos.standing import write_on_signal
 from tests.connector.inside import service_behind
 
 WRONG = 0
@@ -93,7 +94,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Through the door. ``clock_s``: how far the connector's clock jumps; ``wall_s``: time.time().
-    ``trim``: give free memory back to the kernel.
+    ``trim``: give free memory back to the kernel. ``state``: write down what the connector has to
+    do, into a file.
     """
 
     mangle: tuple[str, ...] = ()
@@ -103,6 +105,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0
     reset: bool = False
     trim: bool = False
+    state: bool = False
 
 
 @dataclass(slots=True)
@@ -132,6 +135,7 @@ class Reach:
 
 def prepare(spec: Spec) -> Reach:
     """What a process needs so that a storm can reach it: first of all in it."""
+    write_on_signal(Path(spec.folder))
     door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = f"kvxfer-storm-{spec.engine_id}-{os.getpid()}"
     door.bind(f"\0{name}")
@@ -337,7 +341,7 @@ def open_door(reach: Reach, service: RankService, rank: int, incarnation: bytes)
     time.time = lambda: wall() + offsets.wall_s
     doors = threading.Thread(
         target=_serve_door,
-        args=(reach.door, reach.mangler, offsets, service.io.wake),
+        args=(reach, service, offsets),
         daemon=True,
     )
     doors.name = "door"
@@ -358,25 +362,37 @@ def open_door(reach: Reach, service: RankService, rank: int, incarnation: bytes)
     return offsets
 
 
-def _serve_door(
-    door: socket.socket,
-    mangler: Mangler,
-    offsets: Offsets,
-    wake: Callable[[], Any],
-) -> None:
+def _serve_door(reach: Reach, service: RankService, offsets: Offsets) -> None:
     decoder = msgspec.json.Decoder(Order)
     while True:
-        order = decoder.decode(door.recv(4096))
+        order = decoder.decode(reach.door.recv(4096))
+        if order.state:
+            _write_state(reach.spec, service)
         offsets.clock_s += order.clock_s
         offsets.wall_s += order.wall_s
         if order.mangle:
-            mangler.begin(order.mangle, order.share, order.duration_s)
+            reach.mangler.begin(order.mangle, order.share, order.duration_s)
         if order.reset:
             offsets.reset_until_s = time.monotonic() + 1
         if order.trim:
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
-        wake()
+        service.io.wake()
+
+
+def _write_state(spec: Spec, service: RankService) -> None:
+    """What waits for the IO thread, and what it has of others: plain numbers, even if it stands."""
+    io, source = service.io, service.source
+    state = {
+        "posted": len(io.posted),
+        "deferred": len(io.deferred),
+        "is_lent": io.is_lent,
+        "offers": source.num_offers,
+        "readable": source.num_readable,
+        "held_blocks": source.num_held_blocks,
+        "loads": service.sink.num_loads,
+    }
+    (Path(spec.folder) / f"{os.getpid()}.state").write_text(json.dumps(state), encoding="ascii")
 
 
 def tell(facts: Facts, order: Order) -> bool:

@@ -23,6 +23,7 @@ from kvxfer.engine.rpc import RpcClient
 from kvxfer.errors import KvxferError, PeerLost
 from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell
 from tests.chaos.content import VOCAB_SIZE, answer_of
+from tests.chaos.standing import look_at, more_of
 from tests.chaos.storm import LONGEST_PROMPT, Kind, Shape
 from tests.end_to_end.harness import tiny_model
 from tests.helpers import free_port
@@ -48,6 +49,8 @@ MOST_GROWTH_NBYTES = 64 << 20
 of which an allocator keeps parts: 4 threads kept 99 MB of 26 floods, and 135 of 80.
 """
 CONNECT_S = 20.0
+ASIDE_S = 2.0
+"""In which an engine that hangs may say how it stands; the storm waits for it."""
 DEATH_S = 15.0
 """In which the other ranks of an engine end when one was killed, or their parent ends them."""
 
@@ -360,6 +363,25 @@ class Fleet:
         """Through the door of a rank."""
         facts = member.facts.get(rank)
         return facts is not None and tell(facts, order)
+
+    def look_at(self, member: Member) -> list[str]:
+        """Where the threads of its processes stand, into files of the folder; their names. Beside
+        them is what each connector has to do, if the process can say it. Asked last: it is woken.
+        """
+        names = {facts.pid: facts.threads for facts in member.facts.values()}
+        files = look_at({pid: names.get(pid, {}) for pid in member.pids}, self._folder)
+        for rank, facts in member.facts.items():
+            with more_of(self._folder / f"{facts.pid}.state"):
+                self.tell(member, rank, Order(state=True))
+        return files
+
+    def says(self, member: Member) -> str:
+        """What it says of itself to another client, or why there is no answer."""
+        try:
+            with RpcClient(member.group.endpoint, connect_timeout_s=ASIDE_S) as client:
+                return msgspec.json.encode(client.info).decode()
+        except KvxferError as e:
+            return str(e)
 
     def usages(self) -> dict[tuple[str, int], Usage]:
         """By engine and rank."""

@@ -41,6 +41,8 @@ from tests.hostile.cases import Target
 OFFER: dict[str, Any] = {"do_remote_decode": True}
 HUNG_S = 45.0
 """A request that has not ended after this, at an engine that runs; stops and time-outs are 5 s."""
+ANSWER_S = 10.0
+"""In which an engine without requests says how it stands."""
 REST_S = 30.0
 """In which everything comes back after a storm: twice the longest lease and stop."""
 NUM_CALM = 6
@@ -67,7 +69,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, kw_only=True):
     """What came of a storm. ``flipped``: how requests ended of whose KV a bit was flipped;
     ``counts``: of the lives that are there at the end; ``wrong``, ``lost``, ``hung``, ``leaked``:
-    one line each.
+    one line each; ``stood``: files that say where the threads of engines that hung stood.
     """
 
     seed: int
@@ -84,6 +86,7 @@ class Summary(msgspec.Struct, kw_only=True):
     lost: list[str] = []
     hung: list[str] = []
     leaked: list[str] = []
+    stood: list[str] = []
 
     @property
     def is_clean(self) -> bool:
@@ -142,6 +145,7 @@ class Play:
         self._wrong_seen = 0
         self._besiegers: list[Any] = []
         self._last_params: dict[str, dict[str, Any]] = {}
+        self._looked_at: set[tuple[str, int]] = set()
 
     # ------------------------------------------------------------------ the whole
 
@@ -170,7 +174,7 @@ class Play:
         counts: Counter[str] = Counter()
         for member in self._fleet:
             if member.client is not None:
-                counts.update(member.client.ask(10.0).counts)
+                counts.update(member.client.ask(ANSWER_S).counts)
         self.summary.counts = {name: counts[name] for name in COUNTED if counts[name]}
 
     def _close(self) -> Summary:
@@ -212,8 +216,20 @@ class Play:
         self._tend()
         self._hear(min(0.02, max(0.0, self._due[0][0] - now_s)) if self._due else 0.02)
         for sent in [s for s in self._open.values() if now_s - s.sent_s > HUNG_S]:
+            self._look_at(self._fleet[sent.engine])
             self.summary.hung.append(f"{sent.request_id} at {sent.engine} ({sent.ask.twist})")
             self._end(sent, "hung")
+
+    def _look_at(self, member: Member) -> None:
+        """Where an engine stands that hangs, once in each of its lives."""
+        life = member.name, member.lives
+        if life in self._looked_at:
+            return
+        self._looked_at.add(life)
+        self.summary.stood += [
+            f"{self._folder.name}/{name}" for name in self._fleet.look_at(member)
+        ]
+        self._say("hangs", member.name, f"life {member.lives}, it says: {self._fleet.says(member)}")
 
     def _calm(self, when: str) -> None:
         """Every prefill engine serves every decode engine, or that is a fault."""
@@ -394,8 +410,11 @@ class Play:
 
     def _lose(self, member: Member, end: str) -> None:
         """Its client has gone, and with it the answers to all that it was asked."""
+        unanswered = [sent for sent in self._open.values() if sent.engine == member.name]
+        if member.client is not None:
+            self._say(end, member.name, f"life {member.lives}, {len(unanswered)} requests")
         self._fleet.forget_client(member)
-        for sent in [s for s in self._open.values() if s.engine == member.name]:
+        for sent in unanswered:
             self._end(sent, end)
         if end == "client lost" and member.back_at_s is None:
             self._later(0.3, lambda: self._reconnect(member, member.lives))
@@ -405,6 +424,7 @@ class Play:
             return
         try:
             self._fleet.connect(member)
+            self._say("connected again", member.name, f"life {life}")
         except KvxferError as e:
             self._say("no connection", member.name, str(e))
             self._later(1.0, lambda: self._reconnect(member, life))
@@ -571,7 +591,7 @@ class Play:
     def _num_used(self, member: Member) -> int:
         """Blocks that are not free; block 0 is nobody's."""
         assert member.client is not None
-        info = member.client.ask(10.0)
+        info = member.client.ask(ANSWER_S)
         return info.num_blocks - 1 - info.num_free_blocks
 
     def _come_to_rest(self) -> None:
@@ -587,11 +607,19 @@ class Play:
             process.kill()
             process.join()
         for member in self._fleet:
-            while num_used := self._num_used(member):
-                if time.monotonic() > deadline_s:
-                    self.summary.leaked.append(f"{member.name}: {num_used} blocks")
-                    break
-                time.sleep(0.05)
+            try:
+                self._wait_for_blocks(member, deadline_s)
+            except PeerLost as e:
+                self.summary.hung.append(f"{member.name}: {e}")
+                self._look_at(member)
+                self._fleet.kill(member, 0)  # told to end, it would not
+
+    def _wait_for_blocks(self, member: Member, deadline_s: float) -> None:
+        while num_used := self._num_used(member):
+            if time.monotonic() > deadline_s:
+                self.summary.leaked.append(f"{member.name}: {num_used} blocks")
+                return
+            time.sleep(0.05)
 
     def _compare(self, before: dict[tuple[str, int], Usage]) -> None:
         """Threads, descriptors, mappings and memory, with those before the storm."""

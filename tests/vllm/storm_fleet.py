@@ -18,7 +18,7 @@ from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.rpc import Abort, Done, Generate, RpcClient, ToClient, ToEngine, Token
 from kvxfer.errors import PeerLost
 from tests.chaos.child import Spec
-from tests.chaos.fleet import IMPATIENT, MOST_GROWTH_NBYTES, Fleet, Member
+from tests.chaos.fleet import ASIDE_S, IMPATIENT, MOST_GROWTH_NBYTES, Fleet, Member
 from tests.chaos.play import Play, Summary
 from tests.chaos.storm import Kind, Plan, Shape, Twist
 from tests.vllm import storm_worker
@@ -318,6 +318,12 @@ class VllmFleet(Fleet):
             if time.monotonic() > ends_s or not engine.process.is_alive:
                 raise TimeoutError(f"expected facts, got none:\n{engine.process.log_end()}")
             time.sleep(0.01)
+
+    def says(self, member: Member) -> str:
+        try:
+            return str(member.client.ask(ASIDE_S)) if member.client else "it has no client"
+        except PeerLost as e:
+            return str(e)
 
     def serves(self, member: Member) -> bool:
         return bool(select.select([_engine(member).socket], [], [], 0)[0])

@@ -1,0 +1,96 @@
+"""An engine that hangs is looked at before it is ended."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvxfer.engine import rank
+from kvxfer.errors import PeerLost
+from tests.chaos import child, fleet, play
+from tests.chaos.running import weather
+from tests.chaos.storm import FLEET, Injection, Kind, make_plan
+
+SMALL = (FLEET[0], FLEET[3])
+"""A prefill and a decode engine of one rank."""
+LAST = "r5."
+"""In the calm before there are other requests."""
+
+
+def stand_for_ever() -> None:
+    threading.Event().wait()
+
+
+def set_up(spec: child.Spec) -> None:
+    """As in every storm; but the prefill engine's thread stands from that request on."""
+    child.set_up(spec)
+    if spec.engine_id != "p0":
+        return
+    runner: Any = vars(rank)["Runner"]
+    execute = runner.execute
+
+    def hang(self: Any, step: Any) -> Any:
+        if any(new.req_id.startswith(LAST) for new in step.scheduled_new_reqs):
+            stand_for_ever()
+        return execute(self, step)
+
+    runner.execute = hang
+
+
+def log_of(folder: Path) -> list[play.Event]:
+    lines = (folder / "storm.jsonl").read_text(encoding="utf-8").splitlines()
+    return [msgspec.json.decode(line, type=play.Event) for line in lines]
+
+
+def test_an_engine_that_hangs_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "set_up", set_up)
+    for room, name, seconds in (
+        (play, "HUNG_S", 2.0),
+        (play, "ANSWER_S", 1.0),
+        (fleet, "ASIDE_S", 0.5),
+    ):
+        monkeypatch.setattr(room, name, seconds)
+    folder = tmp_path / "storm"
+    summary = weather(make_plan(3, 20, fleet=SMALL, kinds=()), folder, "shm")
+
+    assert any(line.startswith("r5 at p0 ") for line in summary.hung)
+    files = [tmp_path / each for each in summary.stood if (tmp_path / each).stat().st_size]
+    stacks, threads = (file for file in files if is_of(file, "p0"))
+    for function in ("stand_for_ever", "_serve_door"):  # of the engine's thread, and of another
+        assert stacks.read_text().count(f"in {function}") == 2
+    assert threads.read_text().count(" MainThread: ") == 2
+    assert threads.read_text().count(" kvxfer-io-") == 2
+    assert json.loads(stacks.with_suffix(".state").read_bytes())["loads"] == 0
+    said = [each.detail for each in log_of(folder) if (each.what, each.of) == ("hangs", "p0")]
+    assert len(said) == 1
+    assert "no answer within" in said[0]
+
+
+def is_of(file: Path, engine: str) -> bool:
+    facts = json.loads(file.with_suffix(".facts").read_bytes())
+    return str(facts["door"]).startswith(f"kvxfer-storm-{engine}-")
+
+
+def test_a_client_that_is_lost_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so is the next one."""
+
+    def end(*_: object) -> None:
+        raise PeerLost("the connection ended")
+
+    def end_connection(_: fleet.Fleet, member: fleet.Member, *__: object) -> str:
+        monkeypatch.setattr(member.client, "poll", end)
+        return ""
+
+    monkeypatch.setattr(fleet.Fleet, "stop_thread", end_connection)
+    injection = Injection(at=4, kind=Kind.STOP_MAIN, engine="p0", rank=0)
+    plan = make_plan(4, 8, fleet=SMALL, kinds=())
+    weather(msgspec.structs.replace(plan, injections=(injection,)), tmp_path / "storm", "shm")
+    said = [each.what for each in log_of(tmp_path / "storm") if each.of == "p0"]
+    assert said[-2:] == ["client lost", "connected again"]
