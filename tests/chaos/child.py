@@ -136,6 +136,7 @@ class Reach:
 def prepare(spec: Spec) -> Reach:
     """What a process needs so that a storm can reach it: first of all in it."""
     write_on_signal(Path(spec.folder))
+    _log_errors_to(Path(spec.folder) / f"{os.getpid()}.errors")
     door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = f"kvxfer-storm-{spec.engine_id}-{os.getpid()}"
     door.bind(f"\0{name}")
@@ -156,6 +157,16 @@ def prepare(spec: Spec) -> Reach:
         planted = importlib.import_module("tests.chaos.planted")
         planted.BY_NAME[spec.planted].plant()
     return Reach(spec, mangler, door, name)
+
+
+def _log_errors_to(path: Path) -> None:
+    """Of the connector: what raised that must not, with its stack."""
+    file = logging.FileHandler(path)  # opened now: a storm looks for descriptors that are more
+    file.addFilter(lambda record: record.exc_info is not None)
+    log = logging.getLogger("kvxfer.connector")
+    log.setLevel(logging.ERROR)
+    log.addHandler(file)
+    log.propagate = False
 
 
 def set_up(spec: Spec) -> None:

@@ -55,6 +55,8 @@ COUNTED = (
     "preemptions",
 )
 """Counters of engines: what a setting was for has happened."""
+INTERNAL = ("io.errors", "loads.unforeseen", "offers.unforeseen")
+"""What must not be counted, whatever happens; the file PID.errors of the storm's folder has it."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +178,7 @@ class Play:
             if member.client is not None:
                 counts.update(member.client.ask(ANSWER_S).counts)
         self.summary.counts = {name: counts[name] for name in COUNTED if counts[name]}
+        self.summary.lost += [f"{counts[name]} {name}" for name in INTERNAL if counts[name]]
 
     def _close(self) -> Summary:
         summary = self.summary
