@@ -26,7 +26,9 @@ NOT_USED = "KV not used"
 NOT_OFFERED = "KV not offered"
 
 NEVER_WORKS = frozenset({Reason.INCOMPATIBLE, Reason.NOT_ALLOWED, Reason.TRANSPORT})
-"""Reasons that stay until somebody configures one of the two engines differently."""
+"""Reasons that stay until somebody configures one of the two engines differently; but a wire may
+also have failed because its other end was going.
+"""
 
 
 class Peer(NamedTuple):
@@ -80,7 +82,7 @@ class UnusedKV:
         kind = self._kind(what, reason, peer)
         if self._is_new_pair(peer, reason):
             self._num_new_pairs += 1
-            sentence += "; no load from it can work until one of the two is configured differently"
+            sentence += f"; no load from it can work until {_until(reason)}"
             lines.append(_line(logging.ERROR, sentence))
             if kind not in self._limit:
                 self._limit.note(kind, now_s)
@@ -123,6 +125,12 @@ class UnusedKV:
         if kind in self._limit or len(self._limit) < MAX_KINDS:
             return kind
         return _Kind(what, reason, ANY_PEER)
+
+
+def _until(reason: str) -> str:
+    if reason == Reason.TRANSPORT:
+        return "a wire between the two works; later requests try again"
+    return "one of the two is configured differently"
 
 
 def _line(level: int, sentence: str) -> Line:

@@ -76,6 +76,7 @@ def test_a_pair_that_can_never_work_is_one_error(reason: str) -> None:
     (line,) = unused.note(0.0, "r0", reason, "dtype: source has x, sink has y", source())
     assert line.level == ERROR
     assert "r0: KV not used: " + reason + ": dtype: source has x, sink has y" in line.text
+    assert ("later requests try again" in line.text) == (reason == "transport")
     assert unused.take_new_pairs() == 1
     assert unused.note(1.0, "r1", reason, "the same", source()) == []
     lines = unused.note(1000.0, "r2", reason, "the same", source())
