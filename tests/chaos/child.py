@@ -19,9 +19,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -46,6 +47,9 @@ from tests.chaos.mangling import Mangler
 from tests.chaos.standing import write_on_signal
 from tests.connector.inside import service_behind
 
+_PTRACE_SEIZE, _PTRACE_INTERRUPT, _PTRACE_DETACH = 0x4206, 0x4207, 17
+_WALL = 0x40000000
+"""For waitpid: also of threads that are no children."""
 WRONG = 0
 """The token that a request gets whose KV is not its own; no prompt and no answer has it."""
 STOP_SIGNALS = {1.0: signal.SIGHUP, 3.0: signal.SIGQUIT, 5.0: signal.SIGTRAP}
@@ -415,6 +419,30 @@ def tell(facts: Facts, order: Order) -> bool:
         except OSError:
             return False
     return True
+
+
+def trace_thread(thread: int, duration_s: float) -> bool:
+    """A thread that blocks all signals, as ZeroMQ's do, stands still for so long; False if it has
+    gone, or nobody may trace it here.
+    """
+    is_held: SimpleQueue[bool] = SimpleQueue()
+    threading.Thread(target=_hold, args=(thread, duration_s, is_held), daemon=True).start()
+    return is_held.get()
+
+
+def _hold(thread: int, duration_s: float, is_held: SimpleQueue[bool]) -> None:
+    """Only the thread that traces another may let it go, and it is let go when this one ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    if libc.ptrace(_PTRACE_SEIZE, thread, None, None):
+        is_held.put(False)
+        return
+    libc.ptrace(_PTRACE_INTERRUPT, thread, None, None)
+    with suppress(ChildProcessError):  # killed meanwhile
+        os.waitpid(thread, _WALL)
+    is_held.put(True)
+    time.sleep(duration_s)
+    libc.ptrace(_PTRACE_DETACH, thread, None, None)
 
 
 def stop_thread(facts: Facts, thread: int, duration_s: float) -> bool:

@@ -21,7 +21,7 @@ from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.rpc import RpcClient
 from kvxfer.errors import KvxferError, PeerLost
-from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell
+from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell, trace_thread
 from tests.chaos.content import VOCAB_SIZE, answer_of
 from tests.chaos.standing import look_at, more_of
 from tests.chaos.storm import LONGEST_PROMPT, Kind, Shape
@@ -325,14 +325,16 @@ class Fleet:
         member.stopped.clear()
 
     def stop_thread(self, member: Member, rank: int, kind: str, duration_s: float) -> str:
-        """One thread of a rank, found by what it does; returns which, "" for none."""
+        """One thread of a rank, found by what it does, or all of ZeroMQ's, of which some idle;
+        returns which, "" for none.
+        """
         facts = member.facts.get(rank)
         if facts is None:
             return ""
-        found = [tid for tid, name in facts.threads.items() if _is_kind(name, kind)]
         if kind == "zmq":
-            found = _threads_of_zmq(facts.pid)
-        for tid in found:
+            held = [tid for tid in threads_of_zmq(facts.pid) if trace_thread(tid, duration_s)]
+            return f"{kind} threads {held}" if held else ""
+        for tid in [tid for tid, name in facts.threads.items() if _is_kind(name, kind)]:
             if stop_thread(facts, tid, duration_s):
                 return f"{kind} thread {tid}"
         return ""
@@ -424,7 +426,7 @@ def _is_kind(name: str, kind: str) -> bool:
     }.get(kind, False)
 
 
-def _threads_of_zmq(pid: int) -> list[int]:
+def threads_of_zmq(pid: int) -> list[int]:
     found: list[int] = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         with suppress(OSError):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import time
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import msgspec
@@ -40,6 +43,35 @@ def set_up(spec: child.Spec) -> None:
         return execute(self, step)
 
     runner.execute = hang
+
+
+WITH_ZEROMQ = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.PAIR)  # a thread comes with the first socket
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_threads_of_zeromq_stand_and_go_on() -> None:
+    """They block all signals."""
+    with Popen([sys.executable, "-c", WITH_ZEROMQ], stdin=PIPE, stdout=PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        found = fleet.threads_of_zmq(process.pid)
+        assert found
+        for thread in found:
+            if not child.trace_thread(thread, 2.0):
+                pytest.skip("nobody may trace threads here")
+            assert state_of(process.pid, thread) == "t"  # of proc(5): who traces it has stopped it
+            while state_of(process.pid, thread) == "t":
+                time.sleep(0.01)
+        process.communicate()
+
+
+def state_of(pid: int, thread: int) -> str:
+    stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text(encoding="ascii")
+    return stat.rpartition(")")[2].split()[0]
 
 
 def log_of(folder: Path) -> list[play.Event]:
