@@ -368,9 +368,9 @@ def _with_digest(request: RequestLike, source: SourceRef) -> SourceRef:
 # ------------------------------------------------------------------ loads within a step
 
 
-ALONE_FACTOR = 10
-"""So much longer loads are part of a step before which no request ran: nobody waits for them. An
-asynchronous one of 4,000 tokens is seen 10 ms later, on two H100s.
+ALONE_FACTOR = 5
+"""So much longer loads are part of a step before which no request ran: nobody waits for them but
+each other. An asynchronous one of 4,000 tokens is seen 10 ms later, on two H100s.
 """
 DISTRUST_S = 60.0
 """After a step has waited in vain, loads from that source are asynchronous for so long: the step
