@@ -124,8 +124,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     runs out of blocks."""
     load_in_step_s: float = 0.002
     """Loads that together take no longer, by the trials of their wires, are part of the step that
-    orders them: it computes behind their copies. Where no other request runs, five times as long. 0:
-    none is. Change it to a third of a decode step."""
+    orders them: it computes behind their copies. Where no other request runs, five times as long.
+    0: none is. Change it to a third of a decode step."""
     peer_silent_s: float = 3.0
     """A peer that owes an answer and says nothing for this long is down. Change it where engines
     stand still for longer, or must be found dead sooner."""
