@@ -302,7 +302,7 @@ def load_config(
     sources: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
         ("argument", arguments),
         ("engine", extra_config or {}),
-        ("environment", _from_environment(os.environ if environ is None else environ)),
+        ("environment", _from_environment(variables_of("") if environ is None else environ)),
     )
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = dict.fromkeys(Config.__struct_fields__, "default")
@@ -331,23 +331,28 @@ def load_config(
 
 def variables_of(prefix: str) -> dict[str, str]:
     """Settings of another library, by whole name: kvxfer overrides none of them."""
-    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    with _environment_lock:  # what holds meanwhile for another thread is nobody's setting
+        found = {name: os.environ.get(name) for name in list(os.environ) if name.startswith(prefix)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 @contextmanager
 def variables_kept(prefix: str, **defaults: str) -> Iterator[None]:
     """Around a call of a library that sets or reads variables of the whole process: they are as
     before afterwards. ``defaults`` hold meanwhile where nobody has set them. One thread at a time.
+
+    Nothing is written that is so already: C's ``setenv`` moves variables that other threads read.
     """
     with _environment_lock:
         before = variables_of(prefix)
-        os.environ.update(defaults | before)
+        os.environ.update({n: value for n, value in defaults.items() if n not in before})
         try:
             yield
         finally:
-            for name in variables_of(prefix).keys() - before.keys():
+            after = variables_of(prefix)
+            for name in after.keys() - before.keys():
                 del os.environ[name]
-            os.environ.update(before)
+            os.environ.update({n: value for n, value in before.items() if after.get(n) != value})
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 import os
 import re
+import threading
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -412,3 +414,24 @@ def test_other_libraries_variables_are_as_before(monkeypatch: pytest.MonkeyPatch
         os.environ["OTHER_SET"] = os.environ["OTHER_MORE"] = "the library's"
         del os.environ["OTHER_REMOVED"]
     assert variables_of("OTHER_") == {"OTHER_SET": "user", "OTHER_REMOVED": "1"}
+
+
+def test_what_holds_for_one_thread_is_no_setting_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does a look fail because a variable goes meanwhile."""
+    monkeypatch.setenv("OTHER_SET", "user")
+    seen: list[dict[str, str]] = []
+
+    def look() -> None:
+        for _ in range(2000):
+            seen.append(variables_of("OTHER_"))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    while looking.is_alive():
+        with variables_kept("OTHER_", OTHER_NEW="default"):
+            time.sleep(0)  # the other thread may run here
+    looking.join()
+    assert len(seen) == 2000
+    assert all(each == {"OTHER_SET": "user"} for each in seen)

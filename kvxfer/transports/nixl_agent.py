@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 import torch
 
-from kvxfer.config import variables_kept
+from kvxfer.config import variables_kept, variables_of
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transports.pipe import PipeBroken
 
@@ -130,15 +130,17 @@ class NixlAgent:
             raise TransportUnavailable(f"nixl: expected its UCX plugin, got {exc!r}") from exc
 
     def _create_backend(self, net_devices: Sequence[str]) -> _Foreign:
-        # As for the wire ``ucx``: else UCX may not survive a peer that dies while it connects
-        defaults = {"UCX_TCP_CONN_NB": "y"}
-        chosen = {}
+        # As for the wire ``ucx``: else UCX may not survive a peer that dies while it connects. Not
+        # by a variable: to write one for each agent made others fail that looked at them
+        chosen = {} if "UCX_TCP_CONN_NB" in variables_of("UCX_") else {"TCP_CONN_NB": "y"}
+        defaults = {}
         if len(net_devices) == 1:
-            chosen["engine_config"] = f"NET_DEVICES={net_devices[0]}"
+            chosen["NET_DEVICES"] = net_devices[0]
         elif net_devices:  # a comma ends a setting of that list
             defaults["UCX_NET_DEVICES"] = ",".join(net_devices)
+        settings = ",".join(f"{name}={value}" for name, value in chosen.items())
         with variables_kept("UCX_", **defaults):
-            return self._agent.createBackend("UCX", chosen)
+            return self._agent.createBackend("UCX", {"engine_config": settings} if chosen else {})
 
     def register(self, area: Area) -> _Foreign:
         """``deregister`` gets what this returns. Raises TransportUnavailable."""
