@@ -24,9 +24,12 @@ WRITTEN_S = 4.0
 
 
 def write_on_signal(folder: Path) -> None:
-    """In a process: from now on the signal makes it add its stacks to a file of its own."""
+    """In a process: from now on the signal makes it add its stacks to a file of its own, and so
+    does a signal that ends it, as that of a segmentation fault.
+    """
     file = _stacks(folder, os.getpid()).open("w", encoding="ascii")
     faulthandler.register(SIGNAL, file, all_threads=True)
+    faulthandler.enable(file, all_threads=True)
 
 
 def look_at(processes: Mapping[int, Mapping[int, str]], folder: Path) -> list[str]:
