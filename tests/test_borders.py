@@ -36,18 +36,17 @@ FROM_INSIDE: Mapping[str, str] = {
 # Bounds and waits that a test would meet after minutes, or with thousands of peers
 _BOUNDS = """
     bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.given_offer.MAX_OF_PEER
-    connector.keeper.MAX_KEPT connector.rank_service.DRAIN_S connector.rank_service.SMALL_NBYTES
-    connector.rank_service.TURN_S
-    connector.sink.QUICK_IDS connector.worker_side.LATE_S doctor.child.END_S doctor.child.START_S
-    engine.rpc.HEARTBEAT_S kernels.rewrite_kernel.MAX_PLANES proxy.server.ABANDONED_S
-    transports.channel.WORD_S transports.guard.BEGUN_S transports.guard.MOST_BEGUN
-    transports.launches.FIRST_BYTES_PER_S transports.nixl_pipe.CLOSE_S
-    transports.pipe.DEVICE_TRIAL_NBYTES transports.shm_direct.JOB_NBYTES
-    transports.stream_connections.MAX_EXPECTED transports.stream_sink.TURN_S
-    transports.stream_source.MAX_CONNECTIONS transports.stream_source.MAX_STAGING_NBYTES
-    transports.stream_source.MAX_TRIAL_NBYTES transports.stream_source.TRIAL_S
-    transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S transports.ucx_pipe.TURN_S
-    transports.visitors.MOST_OF_ADDRESS
+    connector.keeper.MAX_KEPT connector.rank_service.DRAIN_S connector.rank_service.TURN_S
+    connector.sink.QUICK_IDS connector.worker_side.LATE_S doctor.child.END_S
+    doctor.child.START_S engine.rpc.HEARTBEAT_S kernels.rewrite_kernel.MAX_PLANES
+    proxy.server.ABANDONED_S transports.channel.WORD_S transports.guard.BEGUN_S
+    transports.guard.MOST_BEGUN transports.launches.FIRST_BYTES_PER_S
+    transports.nixl_pipe.CLOSE_S transports.pipe.DEVICE_TRIAL_NBYTES
+    transports.shm_direct.JOB_NBYTES transports.stream_connections.MAX_EXPECTED
+    transports.stream_sink.TURN_S transports.stream_source.MAX_CONNECTIONS
+    transports.stream_source.MAX_STAGING_NBYTES transports.stream_source.MAX_TRIAL_NBYTES
+    transports.stream_source.TRIAL_S transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S
+    transports.ucx_pipe.TURN_S transports.visitors.MOST_OF_ADDRESS
 """
 # What this machine is, or the version of a library, or has been compiled or named before
 _MACHINE = """
@@ -57,11 +56,9 @@ _MACHINE = """
     integrations.vllm.regions.trace_cpu integrations.vllm.step_loads.PASSES_WORKER_METADATA
     integrations.vllm.worker.REPORTS_FAILED_REQUESTS tensors.device_launch._binaries
     tensors.device_launch._binary_of tensors.device_launch._launch_by_triton
-    tensors.device_launch.launch_copy transports.native_peers.RDMA_DEVICES
-    transports.parallel._CPU_QUOTA transports.registry.RDMA_DEVICES
-    transports.registry._is_worth_it transports.stream_source.trial_slot
-    transports.stream_connections.Admission.admit transports.stream_sink.StreamSink._device_types
-    transports.stream_sink.nearest_endpoint connector.access.Listeners.users
+    tensors.device_launch.launch_copy transports.stream_source.trial_slot
+    transports.stream_connections.Admission.admit
+    transports.stream_sink.StreamSink._device_types connector.access.Listeners.users
     connector.rank_service.with_folder_keys
 """
 # Copies that write the wrong bytes, or take as long as a test wants
@@ -71,27 +68,23 @@ _COPIES = """
     transports.cuda_ipc_direct.* transports.cuda_ipc_direct.DeviceCopier
     transports.cuda_ipc_direct.measure_copies transports.launches.Launches.expect
     transports.launches.Launches.land_close transports.launches._Waiter.expect
-    transports.shm_direct.job_spans transports.shm_direct.strided_copy
-    transports.stream_packing.* transports.stream_packing.gather transports.stream_packing.scatter
+    transports.shm_direct.job_spans
 """
 # Failures of kvxfer's own code, and looks at what was done in which order
 _OWN_CODE = """
-    bench.command.benchmark bench.core.measure cli.drain.run_drain cli.proxy.run_proxy
-    cli.replay.Replay._lost connector.board.Board.post connector.control.ControlClient.send
-    connector.ledger.Ledger.loaded connector.ledger.Ledger.sent connector.load_routes._verify
-    connector.peer.ControlClient connector.peers.start_trial connector.sink.Sink.copied
-    connector.source.read_pull connector.verifier.Verifier.submit
+    bench.command.benchmark bench.core.measure cli.replay.Replay._lost
+    connector.board.Board.post connector.control.ControlClient.send
+    connector.ledger.Ledger.loaded connector.ledger.Ledger.sent connector.peer.ControlClient
+    connector.peers.start_trial connector.sink.Sink.copied connector.source.read_pull
     connector.worker_side.WorkerConnector.wait_for_activity
     transfer.source_session.OfferSession.step transports.attachments.MappingSink._find
-    transports.channel.Dealer.receive transports.channel.Dealer.send
-    transports.guard.why_refused transports.nixl_pipe._quarantine transports.shm_direct.ShmSink.*
-    transports.stream_connections.Connections.add transports.stream_link.Dealer
+    transports.guard.why_refused transports.nixl_pipe._quarantine
+    transports.shm_direct.ShmSink.* transports.stream_connections.Connections.add
     transports.stream_sink.StreamSink.trial transports.stream_sink.decode_to_sink
-    transports.stream_source.StreamSource.submit_send transports.stream_source.Streams
-    transports.stream_source.encode transports.stream_trial.Link
-    transports.stream_trial.TrialTaker.__init__ transports.stream_trial.TrialTaker.begin
-    transports.stream_trial.TrialTaker.time_round transports.tcp_listener._listen
-    transports.visitors.Visitors.meet transports.zmq_pipe.ZmqPipe.staging_size
+    transports.stream_source.StreamSource.submit_send transports.stream_source.encode
+    transports.stream_trial.Link transports.stream_trial.TrialTaker.__init__
+    transports.stream_trial.TrialTaker.begin transports.stream_trial.TrialTaker.time_round
+    transports.tcp_listener._listen transports.visitors.Visitors.meet
     transports.zmq_pipe.ZmqSourceLane.close
 """
 PATCHED = frozenset(f"{_BOUNDS} {_MACHINE} {_COPIES} {_OWN_CODE}".split())

@@ -18,11 +18,11 @@ from kvxfer.connector.board import Board, Posted
 from kvxfer.connector.loads import DISTRUST_S, StepLoads
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
 from kvxfer.connector.sink import Sink
-from kvxfer.tensors.strided_copy import strided_copy
 from kvxfer.transfer.wire import OfferRef, Reason
-from kvxfer.transports import shm_direct
+from kvxfer.transports.copy_thread import CopyJob
 from tests.builders import EngineShape
 from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, until
+from tests.wires import run_pieces
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 TWO = EngineShape(tp_size=2, num_kv_heads=2, num_blocks=64)
@@ -223,22 +223,23 @@ def test_behind_copies_of_a_gpu_the_verdict_comes_with_the_result(
 def test_an_offer_that_ends_during_the_copy_fails_the_load_in_the_step(
     is_after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ends: list[ConnectorMetadata] = []
+
+    def torn(job: CopyJob) -> bool:
+        has_more = is_after and job.run()
+        for ended in ends:
+            source.workers[1].handle_preemptions(ended)
+        return has_more if is_after else job.run()
+
+    run_pieces(monkeypatch, "shm", torn, at_once=True)
     source, sink = engines("shm")
-    copy = strided_copy
     with source, sink:
         meet(source, sink)
         ref = offered(source, "d")
-        ended = ConnectorMetadata(ended=(source.end_of("d"),))
-
-        def torn(*args: Any, **named: Any) -> int:
-            nbytes = copy(*args, **named) if is_after else 0
-            source.workers[1].handle_preemptions(ended)
-            return nbytes or copy(*args, **named)
-
-        monkeypatch.setattr(shm_direct, "strided_copy", torn)
+        ends.append(ConnectorMetadata(ended=(source.end_of("d"),)))
         (reported,) = step(sink, order("d", ref))
         assert reported["d"] in {"aborted", "ended"}
-        monkeypatch.setattr(shm_direct, "strided_copy", copy)
+        ends.clear()
         assert step(sink, order("e", offered(source, "e"))) == [{"e": None}]
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,12 +16,11 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors import strided_copy
 from kvxfer.testing.cases import CASES, make_move
 from kvxfer.testing.peers import PiecesJob
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import stream_packing, stream_source
+from kvxfer.transports import stream_source
 from kvxfer.transports.base import (
     TRIAL_NBYTES,
     LocalMemory,
@@ -34,6 +32,7 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
+from kvxfer.transports.copy_thread import CopyJob
 from kvxfer.transports.pipe import SourceLane
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
@@ -49,6 +48,7 @@ from kvxfer.transports.stream_wire import (
     encode,
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
+from tests.copies import HeldPieces, is_pack, is_unpack
 from tests.spoken import watch_frames
 from tests.transports.pair import (
     ATTACH,
@@ -62,6 +62,7 @@ from tests.transports.pair import (
     read_request,
     send_request,
 )
+from tests.wires import run_pieces
 
 
 def test_a_wire_is_idle_until_it_has_something_to_say_or_can_be_read(pair: Pair) -> None:
@@ -319,11 +320,11 @@ def test_a_chunk_that_is_packed_at_once_leaves_before_the_next_is_begun(
     """Chunks of two transfers, on the IO thread itself: the wire has something to carry early."""
     order: list[str] = []
 
-    def noted(*args: Any) -> None:
-        order.append("pack")
-        strided_copy.gather(*args)
+    def noted(job: CopyJob) -> bool:
+        order.extend(["pack"] * is_pack(job))
+        return job.run()
 
-    monkeypatch.setattr(stream_packing, "gather", noted)
+    run_pieces(monkeypatch, "zmq", noted, at_once=True)
     watch_frames(monkeypatch, lambda frames: order.extend(["send"] * (len(frames) - 2)))
     pair = Pair(ZMQ, small_nbytes=64 << 20)
     try:
@@ -423,36 +424,30 @@ def test_a_stopped_send_gives_its_packed_buffers_back(pair: Pair) -> None:
     assert pair.source.counts["unknown_packed"] == 1
 
 
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> HeldPieces:
+    """What is unpacked by a pair that is made after it."""
+    return HeldPieces(monkeypatch, "zmq", is_unpack)
+
+
 def test_a_stopped_read_waits_for_the_scatter_that_runs_and_takes_no_more(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    held: HeldPieces, pair: Pair
 ) -> None:
-    entered, opened = threading.Event(), threading.Event()
-    scatter = strided_copy.scatter
-    num_scattered = 0
-
-    def slow(*args: Any) -> None:
-        nonlocal num_scattered
-        entered.set()
-        assert opened.wait(10)
-        scatter(*args)
-        num_scattered += 1
-
-    monkeypatch.setattr(stream_packing, "scatter", slow)
     # One process has one copy thread for both ends here, so everything is packed before it is kept.
     pair.sink.attach(pair.manifest)
     pair.hold = True
     pair.start(key_of(1), a_move())
     pair.until(lambda: sum(isinstance(c, Packed) for c in pair.said) == 4)
     pair.source.send_packed(key_of(1), 0)
-    pair.until(entered.is_set)
+    pair.until(held.has_begun.is_set)
     pair.sink.stop_read(key_of(1))
     for sequence in (1, 2, 3):
         pair.source.send_packed(key_of(1), sequence)
     pair.until(lambda: pair.sink.counts["unknown_key"] == 3)
     assert not any(isinstance(c, ReadStopped) for c in pair.seen)
-    opened.set()
+    held.may_end.set()
     assert isinstance(pair.end(key_of(1)), ReadStopped)
-    assert num_scattered == 1
+    assert held.num_ended == 1
 
 
 def test_a_new_attach_of_the_same_sink_ends_what_was_sent_to_the_old_one(pair: Pair) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
 
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors import strided_copy
 from kvxfer.testing.cases import CASES, make_move
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging
@@ -20,7 +17,6 @@ from kvxfer.transfer.wire import Reason
 from kvxfer.transports import (
     pipe,
     stream_link,
-    stream_packing,
     stream_sink,
     stream_source,
 )
@@ -48,6 +44,7 @@ from kvxfer.transports.stream_wire import (
     ToSource,
     encode,
 )
+from tests.copies import HeldPieces, is_pack, is_unpack
 from tests.transports.memory_pipe import MemoryPipe, MemorySinkLane, MemorySourceLane, World
 from tests.transports.pair import (
     CONFIG,
@@ -413,30 +410,28 @@ def test_a_trial_over_a_pipe_that_breaks_says_so(pair: Pair, world: World) -> No
     pair.until(lambda: world.num_open == 1)
 
 
-@pytest.mark.parametrize("copy", ["gather", "scatter"])
+@pytest.fixture(params=[is_pack, is_unpack])
+def held(
+    request: pytest.FixtureRequest, world: World, monkeypatch: pytest.MonkeyPatch
+) -> HeldPieces:
+    """What is packed, or unpacked, by a pair that is made after it."""
+    return HeldPieces(monkeypatch, "ucx", request.param)
+
+
 def test_a_lane_outlives_what_is_packed_and_unpacked_there(
-    pair: Pair, world: World, copy: str, monkeypatch: pytest.MonkeyPatch
+    held: HeldPieces, pair: Pair, world: World
 ) -> None:
-    entered, opened = threading.Event(), threading.Event()
-    inner = getattr(strided_copy, copy)
-
-    def slow(*args: Any) -> None:
-        entered.set()
-        assert opened.wait(10)
-        inner(*args)
-
-    monkeypatch.setattr(stream_packing, copy, slow)
     pair.start(key_of(1), a_move())
-    pair.until(entered.is_set)
+    pair.until(held.has_begun.is_set)
     assert world.num_open == 2
     pair.sink.detach(pair.manifest.control_endpoint)
-    if copy == "gather":
+    if held.is_held is is_pack:
         pair.until(lambda: world.num_open == 1)
-        opened.set()
+        held.may_end.set()
         pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
     else:
         assert world.num_open == 2
-        opened.set()
+        held.may_end.set()
     assert isinstance(pair.end(key_of(1)), ReadBroke)
     pair.until(lambda: world.num_open == 0)
 

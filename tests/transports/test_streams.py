@@ -26,7 +26,6 @@ from kvxfer.tensors.device_memory import Gpu
 from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import parallel, stream_link, stream_source
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -56,7 +55,8 @@ from kvxfer.transports.stream_wire import (
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
 from tests.far_peers import use_tcp
-from tests.spoken import watch_frames
+from tests.machine import CPU_QUOTA, put
+from tests.spoken import change_frames, watch_dealers, watch_frames
 from tests.transports.pair import (
     ATTACH,
     ZMQ,
@@ -144,25 +144,17 @@ def test_credits_go_over_the_stream_that_was_heard_last(monkeypatch: pytest.Monk
     """A listener that is full ends the connection that has been silent longest: the streams that
     carry chunks must not be silent.
     """
-    heard: list[Dealer] = []
-    credited: list[tuple[Dealer, Dealer]] = []
-    receive, send = Dealer.receive, Dealer.send
+    heard: list[zmq.Socket[bytes]] = []
+    credited: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
 
-    def seen(dealer: Dealer) -> Iterator[list[zmq.Frame]]:
-        for frames in receive(dealer):
-            heard.append(dealer)
-            yield frames
-
-    def sent(dealer: Dealer, frame: bytes) -> bool:
+    def sent(dealer: zmq.Socket[bytes], frame: bytes) -> None:
         if isinstance(decode_to_source(memoryview(frame)), Credit):
             credited.append((dealer, heard[-1]))
-        return send(dealer, frame)
 
     with a_pair(4) as pair:
         until_joined(pair, 4)
-        monkeypatch.setattr(Dealer, "receive", seen)
-        monkeypatch.setattr(Dealer, "send", sent)
-        (first, *further), number = link_of(pair).dealers, 0
+        watch_dealers(monkeypatch, lambda dealer, _: heard.append(dealer), sent)
+        (first, *further), number = [each.socket for each in link_of(pair).dealers], 0
         while not {latest for _, latest in credited}.intersection(further):
             number += 1
             load(pair, number)
@@ -196,7 +188,7 @@ def test_streams_follow_the_cores_that_the_process_may_use(
     file = tmp_path / "cpu.max"
     if quota is not None:
         file.write_text(quota + "\n")
-    monkeypatch.setattr(parallel, "_CPU_QUOTA", file)
+    put(monkeypatch, CPU_QUOTA, file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert num_streams(Config()) == streams
     assert num_streams(Config(zmq_streams=3)) == 3
@@ -302,34 +294,42 @@ def test_who_asks_for_one_stream_or_a_trial_hears_of_none(num_streams: int, is_t
 def test_a_source_that_offers_more_than_was_asked_for_gets_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_source, "Streams", lambda token, _: Streams(token, 1000))
+
+    def offer_more(frames: list[Any]) -> list[Any]:
+        message = decode_to_sink(memoryview(frames[1]))
+        if isinstance(message, Streams):
+            frames[1] = encode(Streams(message.token, 1000))
+            offered.append(message)
+        return frames
+
+    offered: list[Streams] = []
+    change_frames(monkeypatch, offer_more)
     with a_pair(3) as pair:
         until_joined(pair, 3)
         assert len(link_of(pair).dealers) == 3
         with pytest.raises(ProtocolError, match="expected them once"):
             link_of(pair).add_streams(Streams(b"x", 3))
+    assert [each.num_streams for each in offered] == [3]
 
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_each_stream_begins_with_attached(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a chunk over one of them does not wait for another."""
-    heard: list[tuple[int, str]] = []
-    receive = Dealer.receive
+    heard: list[tuple[zmq.Socket[bytes], str]] = []
 
-    def seen(dealer: Dealer) -> Iterator[list[zmq.Frame]]:
-        for frames in receive(dealer):
-            kind = type(decode_to_sink(frames[0].buffer)).__name__
-            heard.append((link_of(pair).dealers.index(dealer), kind))
-            yield frames
+    def seen(dealer: zmq.Socket[bytes], frame: memoryview) -> None:
+        heard.append((dealer, type(decode_to_sink(frame)).__name__))
 
-    monkeypatch.setattr(Dealer, "receive", seen)
+    watch_dealers(monkeypatch, seen, lambda *_: None)
     with a_pair(3) as pair:
         if is_early:
             load(pair, 1)
         until_joined(pair, 3)
         load(pair, 2)
-    for stream in range(1, 3):
-        kinds = [kind for number, kind in heard if number == stream]
+        streams = [each.socket for each in link_of(pair).dealers]
+    assert len(streams) == 3
+    for stream in streams[1:]:
+        kinds = [kind for dealer, kind in heard if dealer is stream]
         assert kinds[0] == Attached.__name__
         assert set(kinds[1:]) == {"ChunkHeader"}
 
@@ -382,14 +382,13 @@ def test_a_stream_that_cannot_be_made_is_done_without(
 def test_a_stream_that_is_refused_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by the guard, while its address has a penalty."""
     with a_pair(3) as pair:
-        link = link_of(pair)
+        link, connect = link_of(pair), zmq.Socket.connect
 
-        def nowhere(
-            context: Any, config: Any, bounds: Any, _: str, key: Any, **more: Any
-        ) -> Dealer:
-            return Dealer(context, config, bounds, "tcp://127.0.0.1:9", key, **more)
+        def nowhere(socket: zmq.Socket[bytes], endpoint: str) -> object:
+            is_ours = endpoint.startswith("inproc:")  # of a monitor
+            return connect(socket, endpoint if is_ours else "tcp://127.0.0.1:9")
 
-        monkeypatch.setattr(stream_link, "Dealer", nowhere)
+        monkeypatch.setattr(zmq.Socket, "connect", nowhere)
         pair.until(lambda: len(link.dealers) == 3)
         pair.until(lambda: len(link.dealers) == 1)
         load(pair, 1)
