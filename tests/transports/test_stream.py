@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -33,7 +34,7 @@ from kvxfer.transports.base import (
     Sent,
 )
 from kvxfer.transports.copy_thread import CopyJob
-from kvxfer.transports.pipe import SourceLane
+from kvxfer.transports.pipe import Slots, SourceLane
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
     AskTrial,
@@ -62,7 +63,7 @@ from tests.transports.pair import (
     read_request,
     send_request,
 )
-from tests.wires import run_pieces
+from tests.wires import run_pieces, use_source
 
 
 def test_a_wire_is_idle_until_it_has_something_to_say_or_can_be_read(pair: Pair) -> None:
@@ -94,18 +95,28 @@ def test_a_wire_is_idle_until_it_has_something_to_say_or_can_be_read(pair: Pair)
     pair.until(lambda: source.is_idle and sink.is_idle)
 
 
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[SourceLane]:
+    """The lanes that the source of a pair has closed that is made after it."""
+    lanes: list[SourceLane] = []
+
+    class Lane(ZmqSourceLane):
+        def close(self) -> None:
+            lanes.append(self)
+            super().close()
+
+    class Noting(ZmqPipe):
+        def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
+            return Lane(slots, None)
+
+    use_source(monkeypatch, "zmq", partial(StreamSource, lambda *_: Noting()))
+    return lanes
+
+
 def test_a_source_is_not_idle_while_it_fills_the_slot_of_a_trial_that_has_gone(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    closed: list[SourceLane], pair: Pair
 ) -> None:
     source, gate = pair.source, threading.Event()
-    closed: list[SourceLane] = []
-    inner = ZmqSourceLane.close
-
-    def close(lane: ZmqSourceLane) -> None:
-        closed.append(lane)
-        inner(lane)
-
-    monkeypatch.setattr(ZmqSourceLane, "close", close)
 
     def hold() -> Iterator[None]:
         gate.wait(10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.helpers import needs_nixl
 from tests.transports.memory_pipe import MemoryPipe, World
 from tests.transports.pair import CONFIG, Pair, a_move, key_of, link_of
-from tests.wires import use_pipe
+from tests.wires import use_pipe, use_sink
 
 MIB = 1 << 20
 COSTS = WireCosts(1e-4, 2e-4, 1e9)
@@ -270,8 +271,18 @@ def test_transfers_go_the_way_of_the_staging(
     assert pair.content() == pair.expected(a_move())
 
 
-def test_the_choice_keeps_the_way_of_the_trial(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StreamSink, "trial", lambda *_: Trial(COSTS, "a path", "other"))
+class TriedTheOther(StreamSink):
+    def trial(self, *_: object) -> Trial:
+        return Trial(COSTS, "a path", "other")
+
+
+@pytest.fixture
+def tried_the_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trials of a pair that is made after it."""
+    use_sink(monkeypatch, "ucx", partial(TriedTheOther, world.make_pipe))
+
+
+def test_the_choice_keeps_the_way_of_the_trial(tried_the_other: None, pair: Pair) -> None:
     choice = choose(pair.sinks, pair.manifest, Workload(64 * MIB, 4096))
     assert choice.staging is not None
     assert (choice.staging.way, choice.trial.path) == ("other", "a path")
