@@ -35,11 +35,10 @@ FROM_INSIDE: Mapping[str, str] = {
 
 # Bounds and waits that a test would meet after minutes, or with thousands of peers
 _BOUNDS = """
-    bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.given_offer.MAX_OF_PEER
-    connector.keeper.MAX_KEPT connector.rank_service.DRAIN_S doctor.child.END_S
-    doctor.child.START_S engine.rpc.HEARTBEAT_S kernels.rewrite_kernel.MAX_PLANES
-    proxy.server.ABANDONED_S transports.nixl_pipe.CLOSE_S transports.shm_direct.JOB_NBYTES
-    transports.stream_source.MAX_CONNECTIONS transports.stream_source.MAX_STAGING_NBYTES
+    bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.rank_service.DRAIN_S
+    doctor.child.END_S doctor.child.START_S engine.rpc.HEARTBEAT_S
+    kernels.rewrite_kernel.MAX_PLANES proxy.server.ABANDONED_S
+    transports.shm_direct.JOB_NBYTES transports.stream_source.MAX_CONNECTIONS
     transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S transports.ucx_pipe.TURN_S
     transports.visitors.MOST_OF_ADDRESS
 """
@@ -59,13 +58,11 @@ _COPIES = """
     tensors.device_copy.DeviceCopier.mark tensors.device_copy.are_blocks
     transports.cuda_ipc_direct.* transports.cuda_ipc_direct.DeviceCopier
     transports.cuda_ipc_direct.measure_copies transports.launches.Launches.add
-    transports.launches.Launches.expect transports.launches.Launches.land_close
 """
 # Failures of kvxfer's own code, and looks at what was done in which order
 _OWN_CODE = """
     bench.command.benchmark connector.peer.ControlClient connector.peers.start_trial
-    connector.source.read_pull connector.worker_side.WorkerConnector.wait_for_activity
-    transfer.source_session.OfferSession.step transports.nixl_pipe._quarantine
+    connector.source.read_pull transfer.source_session.OfferSession.step
     transports.stream_trial.Link transports.stream_trial.TrialTaker.__init__
     transports.stream_trial.TrialTaker.begin transports.stream_trial.TrialTaker.time_round
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -14,6 +15,7 @@ import zmq
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.testing.cases import POOL_NBYTES
+from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import stream_source
 from kvxfer.transports.base import (
@@ -31,12 +33,14 @@ from kvxfer.transports.channel import Socket
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.stream_connections import (
     MAX_EXPECTED,
+    MAX_STAGING_NBYTES,
     MAX_TRIAL_NBYTES,
     MAX_TRIALS,
     TRIAL_S,
 )
 from kvxfer.transports.stream_machine import SourceSlot
 from kvxfer.transports.stream_wire import (
+    FRAME_MAX_NBYTES,
     AskTrial,
     Attached,
     ChunkHeader,
@@ -476,20 +480,21 @@ def test_who_attached_for_transfers_gets_no_trial(pair: Pair, clients: list[Clie
     assert _staging_nbytes(pair) == 0
 
 
-def test_staging_that_is_never_credited_comes_back_for_others(
-    clients: list[Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also that of a sink which has named a transfer's nonce."""
-    pair = Pair(msgspec.structs.replace(ZMQ, pull_timeout_s=0.2))
+def test_staging_that_is_never_credited_comes_back_for_others(clients: list[Client]) -> None:
+    """Also that of a sink which has named a transfer's nonce; it has more than half of all."""
+    half_slots = MAX_STAGING_NBYTES // 2 // FRAME_MAX_NBYTES
+    num_slots = half_slots + 1
+    slots = {"staging_slots": num_slots, "staging_nbytes": MAX_STAGING_NBYTES}
+    pair = Pair(msgspec.structs.replace(ZMQ, pull_timeout_s=0.2, **slots))
+    attach = msgspec.structs.replace(ATTACH, num_slots=num_slots, slot_nbytes=FRAME_MAX_NBYTES)
     try:
-        monkeypatch.setattr(stream_source, "MAX_STAGING_NBYTES", ATTACH.num_slots * (6 << 20))
-        clients.append(Client(pair, ATTACH, expect_of(key_of(1))))
-        pair.source.submit_send(send_request(key_of(1), a_move()))
+        clients.append(Client(pair, attach, expect_of(key_of(1))))
+        pair.source.submit_send(replace(send_request(key_of(1), a_move()), chunk_nbytes=128))
         pair.until(lambda: clients[0].chunks() > 0)
         (silent,) = connections_of(pair).all()
-        pair.until(lambda: silent.table.num[SourceSlot.IN_FLIGHT] == ATTACH.num_slots)
+        pair.until(lambda: silent.table.num[SourceSlot.IN_FLIGHT] == num_slots)
         _rest(pair, 0.3)
-        pair.sink.attach(pair.manifest)
+        pair.sink.attach(pair.manifest, Staging(half_slots, FRAME_MAX_NBYTES, None))
         pair.start(key_of(2), a_move())
         assert isinstance(pair.end(key_of(2)), ReadDone)
         assert silent.is_lost

@@ -21,7 +21,6 @@ from kvxfer.testing.cases import CASES, make_move
 from kvxfer.testing.peers import PiecesJob
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import stream_source
 from kvxfer.transports.base import (
     TRIAL_NBYTES,
     LocalMemory,
@@ -35,8 +34,10 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import CopyJob
 from kvxfer.transports.pipe import Slots, SourceLane
+from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
+    FRAME_MAX_NBYTES,
     AskTrial,
     Attach,
     Attached,
@@ -281,9 +282,20 @@ def test_a_packed_slot_is_not_freed_by_a_credit(pair: Pair) -> None:
         assert sum(isinstance(c, Packed) for c in pair.said) == 4
 
 
-def test_staging_of_all_sinks_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def wide() -> Iterator[Pair]:
+    """Its source gives a sink half of all staging; memory is taken for what is packed only."""
+    slots = {"staging_slots": MAX_STAGING_NBYTES // 2 // FRAME_MAX_NBYTES}
+    pair = Pair(msgspec.structs.replace(ZMQ, staging_nbytes=MAX_STAGING_NBYTES // 2, **slots))
+    yield pair
+    pair.close()
+
+
+def test_staging_of_all_sinks_is_bounded(wide: Pair) -> None:
     """Room for two connections: idle ones go, busy ones stay."""
-    monkeypatch.setattr(stream_source, "MAX_STAGING_NBYTES", 2 * 4 * (4 << 20))
+    pair = wide
+    num_slots = MAX_STAGING_NBYTES // 2 // FRAME_MAX_NBYTES
+    attach = msgspec.structs.replace(ATTACH, num_slots=num_slots, slot_nbytes=FRAME_MAX_NBYTES)
     endpoint = pair.source.data_endpoint()
     assert endpoint is not None
     pair.hold = True
@@ -292,7 +304,7 @@ def test_staging_of_all_sinks_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyP
         for number, dealer in enumerate(dealers):
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.connect(endpoint)
-            dealer.send(encode(ATTACH))
+            dealer.send(encode(attach))
             dealer.send(encode(expect_of(key_of(number))))
             pair.source.submit_send(send_request(key_of(number), a_move()))
             if number == 0:  # it has staging, and nothing to do
@@ -302,7 +314,7 @@ def test_staging_of_all_sinks_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyP
             pair.until(lambda: pair.said_kind(ended, key_of(number)))  # noqa: B023
         assert pair.source.counts["sent_away"] == 1
         assert pair.source.counts["too_much_staging"] == 1
-        for number, sentence in ((0, b"idle"), (3, b"expected staging of at most 33554432")):
+        for number, sentence in ((0, b"idle"), (3, b"expected staging of at most 4294967296")):
             last = b""
             assert dealers[number].poll(2000)
             while dealers[number].poll(50):
