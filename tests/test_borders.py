@@ -45,9 +45,8 @@ _BOUNDS = """
 # What this machine is, or the version of a library, or has been compiled or named before
 _MACHINE = """
     doctor.examine.AUTO integrations.vllm.compat.REPORTS_FAILED_REQUESTS
-    integrations.vllm.interior._PACKED.* integrations.vllm.regions.READABLE_DEVICES
-    integrations.vllm.regions.layer_specs integrations.vllm.regions.trace_cpu
-    integrations.vllm.step_loads.PASSES_WORKER_METADATA
+    integrations.vllm.regions.READABLE_DEVICES integrations.vllm.regions.layer_specs
+    integrations.vllm.regions.trace_cpu integrations.vllm.step_loads.PASSES_WORKER_METADATA
     integrations.vllm.worker.REPORTS_FAILED_REQUESTS tensors.device_launch._binaries
     tensors.device_launch._binary_of tensors.device_launch._launch_by_triton
     tensors.device_launch.launch_copy

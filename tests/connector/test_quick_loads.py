@@ -231,7 +231,7 @@ def test_the_io_thread_begins_loads_of_many_ids(watch: Watch) -> None:
         Engine(shape, "decode", fill=POISON, **settings) as sink,
     ):
         watch.wire(sink)
-        io_thread = io_thread_of(sink)
+        two = Two(source, sink, have_met=False)
         for number, num_tokens in enumerate((32, QUICK_IDS, QUICK_IDS + 1)):
             ids = range(1, num_tokens + 1)
             ref = source.offer(f"r{number}", num_tokens, ids)
@@ -240,7 +240,7 @@ def test_the_io_thread_begins_loads_of_many_ids(watch: Watch) -> None:
             sink.load(f"r{number}", ref, ids, (0, num_tokens))
             until(lambda: sink.received(f"r{number}"))  # noqa: B023
             assert sink.reasons(f"r{number}") == {None}
-        assert watch.began == [io_thread.name, watch.engine, io_thread.name]
+        assert watch.began == [two.io_thread.name, watch.engine, two.io_thread.name]
 
 
 @pytest.mark.parametrize(("num_loads", "is_quick"), [(4, True), (5, False)])
