@@ -203,8 +203,9 @@ def _replaced(node: ast.AST) -> Iterator[tuple[str, str]]:
     name = called.attr if isinstance(called, ast.Attribute) else ast.unparse(called)
     if name not in PATCHES:
         return
-    if isinstance(args[0], ast.Constant):
-        owner, _, name = str(args[0].value).rpartition(".")
+    if isinstance(args[0], ast.Constant | ast.JoinedStr):
+        whole = ast.unparse(args[0]).lstrip("f").strip("'\"")
+        owner, _, name = whole.rpartition(".")
         yield owner, name
     else:
         given = args[1] if len(args) > 1 else args[0]
@@ -238,6 +239,7 @@ PLANTED = [  # (path, code, private reads, patches)
     ("tests/x.py", "from kvxfer.connector import source\nsource.AT_S = 1", 0, 1),
     ("tests/x.py", "from kvxfer.connector import source as s\nsetattr(s, 'A_S', 1)", 0, 1),
     ("tests/x.py", "def f(m):\n    m.setattr('kvxfer.connector.source.AT_S', 1)", 0, 1),
+    ("tests/x.py", "def f(m, room):\n    m.setattr(f'kvxfer.{room}.AT_S', 1)", 0, 1),
     (
         "tests/x.py",
         "from kvxfer.connector import a, b\nfor each in (a, b):\n    m.setattr(each, 'A_S', 1)",

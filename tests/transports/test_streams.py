@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from kvxfer.transports.stream_machine import SlotEvent, SourceSlots
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
+    Attach,
     Attached,
     Credit,
     Join,
@@ -54,7 +55,7 @@ from kvxfer.transports.stream_wire import (
     encode,
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
-from tests.far_peers import use_tcp
+from tests.far_peers import limit_descriptors, use_tcp
 from tests.machine import CPU_QUOTA, put
 from tests.spoken import change_frames, watch_dealers, watch_frames
 from tests.transports.pair import (
@@ -195,10 +196,19 @@ def test_streams_follow_the_cores_that_the_process_may_use(
     assert 1 <= num_cores() <= cores
 
 
-@pytest.mark.parametrize("side", ["stream_connections", "stream_sink"])
-def test_further_streams_keep_no_sink_out(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for five of them the second connection has three streams and the third has one."""
-    monkeypatch.setattr(f"kvxfer.transports.{side}.most_further", lambda: 5)
+def test_further_streams_keep_no_sink_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for five of them the second connection has three streams and the third has one, of
+    which the sink asks for no more.
+    """
+    limit_descriptors(monkeypatch, ROOM_FOR_FIVE)
+    asked: list[int] = []
+
+    def say(_: object, frame: bytes) -> None:
+        message = decode_to_source(memoryview(frame))
+        if isinstance(message, Attach):
+            asked.append(message.num_streams)
+
+    watch_dealers(monkeypatch, lambda *_: None, say)
     with a_pair(4) as pair:
         until_joined(pair, 4)
         for number, want in ((2, 3), (3, 1)):
@@ -212,6 +222,11 @@ def test_further_streams_keep_no_sink_out(side: str, monkeypatch: pytest.MonkeyP
         pair.until(lambda: connections_of(pair).num_further == 2)
         pair.sink.attach(pair.manifest)
         pair.until(partial(_has_joined, pair, 4))
+    assert asked == [4, 3, 1, 4]
+
+
+ROOM_FOR_FIVE = 8 * 20
+"""Descriptors: an eighth are connections, of which a quarter are further streams."""
 
 
 def _has_joined(pair: Pair, number: int) -> bool:
@@ -276,6 +291,25 @@ def test_nobody_joins_without_the_token_nor_more_than_may() -> None:
         with closing(Stranger(pair)) as late:
             assert isinstance(late.ask(Join(answer.token)), Refused)
         assert pair.source.counts["not_attached"] == 3
+
+
+def test_a_source_has_no_more_streams_than_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever sinks ask for: with room for five the second has three and the third has one."""
+    limit_descriptors(monkeypatch, ROOM_FOR_FIVE)
+    with closing(Pair(with_streams(4))) as pair, ExitStack() as stack:
+        sinks = [stack.enter_context(closing(Stranger(pair))) for _ in range(3)]
+        attach = msgspec.structs.replace(ATTACH, num_streams=4)
+        for sink, want in zip(sinks, (4, 3), strict=False):
+            answer = sink.ask(attach)
+            assert isinstance(answer, Streams)
+            assert answer.num_streams == want
+        sinks[2].socket.send(encode(attach))
+        pair.until(lambda: len(connections_of(pair)) == 3)
+        for _ in range(20):
+            pair.turn()
+        assert not sinks[2].socket.poll(0)
 
 
 @pytest.mark.parametrize(
