@@ -62,8 +62,6 @@ _COPIES = """
 _OWN_CODE = """
     bench.command.benchmark connector.peer.ControlClient connector.peers.start_trial
     connector.source.read_pull transfer.source_session.OfferSession.step
-    transports.stream_trial.Link transports.stream_trial.TrialTaker.__init__
-    transports.stream_trial.TrialTaker.begin transports.stream_trial.TrialTaker.time_round
 """
 PATCHED = frozenset(f"{_BOUNDS} {_MACHINE} {_COPIES} {_OWN_CODE}".split())
 """Names of kvxfer that tests replace because nothing at a border does. It shrinks."""
