@@ -57,12 +57,52 @@ def watch_frames(patch: pytest.MonkeyPatch, look: Callable[[list[Any]], object])
     it may raise.
     """
 
-    def seen(socket: zmq.Socket[bytes], parts: list[_Part]) -> list[list[_Part]]:
+    def seen(frames: list[Any]) -> list[Any]:
+        look(frames)
+        return frames
+
+    change_frames(patch, seen)
+
+
+def change_frames(patch: pytest.MonkeyPatch, change: Callable[[list[Any]], list[Any]]) -> None:
+    """``change(frames)``: as many frames as leave in the place of those of a ROUTER's message, the
+    peer's name first.
+    """
+
+    def changed(socket: zmq.Socket[bytes], parts: list[_Part]) -> list[list[_Part]]:
         if socket.type == zmq.ROUTER:
-            look([part.data for part in parts])
+            frames = change([part.data for part in parts])
+            parts = [part._replace(data=data) for part, data in zip(parts, frames, strict=True)]
         return [parts]
 
-    _intercept(patch, seen)
+    _intercept(patch, changed)
+
+
+def watch_dealers(
+    patch: pytest.MonkeyPatch,
+    hear: Callable[[zmq.Socket[bytes], memoryview], object],
+    say: Callable[[zmq.Socket[bytes], bytes], object],
+) -> None:
+    """``hear`` the first frame of each message that a DEALER takes, and ``say`` what it sends,
+    before it does.
+    """
+    recv, amid = zmq.Socket.recv, set[int]()
+
+    def heard(socket: zmq.Socket[bytes], *args: Any, **how: Any) -> Any:
+        frame = recv(socket, *args, **how)
+        if socket.type == zmq.DEALER and isinstance(frame, zmq.Frame):
+            if id(socket) not in amid:
+                hear(socket, frame.buffer)
+            (amid.add if frame.more else amid.discard)(id(socket))
+        return frame
+
+    def said(socket: zmq.Socket[bytes], parts: list[_Part]) -> list[list[_Part]]:
+        if socket.type == zmq.DEALER:
+            say(socket, parts[0].data)
+        return [parts]
+
+    patch.setattr(zmq.Socket, "recv", heard)
+    _intercept(patch, said)
 
 
 def _intercept(

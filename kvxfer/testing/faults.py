@@ -220,7 +220,7 @@ class _WrappedJob(CopyJob):
         self.inner.on_end()
 
 
-class _FaultyCopier:
+class ChangedCopier:
     """A copy thread that runs pieces in another way. ``at_once``: small ones where they begin."""
 
     def __init__(
@@ -325,11 +325,11 @@ def _check_device_faults(faults: Sequence[Fault]) -> None:
 def _faulty_copier(copier: Copier, faults: Sequence[Fault], memory: base.LocalMemory) -> Copier:
     for fault in faults:
         if fault.name == "read:slow":
-            copier = _FaultyCopier(copier, _slowly(fault.value))
+            copier = ChangedCopier(copier, _slowly(fault.value))
         elif fault.name == "read:blank":
-            copier = _FaultyCopier(copier, _copy_nothing)
+            copier = ChangedCopier(copier, _copy_nothing)
         elif fault.name == "read:flip":
-            copier = _FaultyCopier(copier, _Flips(fault, memory.tensors).land, at_once=True)
+            copier = ChangedCopier(copier, _Flips(fault, memory.tensors).land, at_once=True)
     return copier
 
 
@@ -473,7 +473,7 @@ class _FaultyStreamSource(StreamSource):
                 if memory.device.type != "cpu":
                     _check_device_faults([fault])
                 flips = _Flips(fault, memory.tensors)
-                copy_thread = _FaultyCopier(copy_thread, flips.pack, at_once=True)
+                copy_thread = ChangedCopier(copy_thread, flips.pack, at_once=True)
         super().__init__(make_pipe, memory, config, copy_thread, wake, context)
         self._faults = tuple(faults)
         self._random = random.Random(max((fault.seed for fault in self._faults), default=0))

@@ -7,11 +7,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvxfer.bench import cache, command
+from kvxfer.bench import cache, command, core
 from kvxfer.bench.core import CELL, SHOWN, Cell, Report, Timing, cells_of, head_of, line_of
 from kvxfer.bench.frame import Progress, Session, words_of
 from kvxfer.bench.plots import MOST_LINES, Line, Plot, draw, plot_of
@@ -108,10 +109,10 @@ def test_all_of_them_are_those_that_can_run(
 def test_ctrl_c_says_where_the_results_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(*_: object, **__: object) -> None:
+    def stop() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvxfer.bench.core.measure", stop)
+    monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=stop, thread_time=stop))
     assert command.main(["cache", "--pools", "500", "--out", str(tmp_path)]) == 130
     assert f"stopped; what was measured until then is in {tmp_path}" in capsys.readouterr().out
 

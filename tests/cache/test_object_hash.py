@@ -4,13 +4,14 @@ again).
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvxfer.cache import hashing
 from kvxfer.cache.hashing import (
     ObjectHash,
     get_hash_fn_by_name,
@@ -113,19 +114,33 @@ def test_root_without_a_seed(function: ObjectHash) -> None:
         assert root != function.none_hash(None)
 
 
+NAMES_OF_A_PROCESS = """
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from kvxfer.cache.hashing import get_hash_fn_by_name, hash_block_tokens, hash_request_tokens
+
+function, tokens = get_hash_fn_by_name(sys.argv[1]), [1, 2, 3, 4]
+request = SimpleNamespace(all_token_ids=tokens, lora_request=None, mm_features=[], cache_salt=None)
+print(hash_block_tokens(function, None, tokens).hex())
+print(*(name.hex() for name in hash_request_tokens(function, 4, request)))
+"""
+
+
 @pytest.mark.parametrize("seed", ["0", None])
-def test_root_of_the_process(
-    function: ObjectHash, seed: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hashing, "_object_roots", {})
-    monkeypatch.delenv("KVXFER_HASH_SEED", raising=False)
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+def test_root_of_the_process(function: ObjectHash, seed: str | None) -> None:
+    own = {"KVXFER_HASH_SEED", "PYTHONHASHSEED"}
+    environment = {name: value for name, value in os.environ.items() if name not in own}
     if seed is not None:
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-    name = hash_block_tokens(function, None, [1, 2, 3, 4])
-    assert hash_request_tokens(function, 4, request([1, 2, 3, 4])) == [name]
+        environment["PYTHONHASHSEED"] = seed
+    command = [sys.executable, "-c", NAMES_OF_A_PROCESS, function.name]
+    made = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    name, *of_request = made.stdout.split()
+    assert of_request == [name]
     if seed is not None or function.resists_collisions:
-        assert name == hash_block_tokens(function, function.none_hash(seed), [1, 2, 3, 4])
+        wanted = hash_block_tokens(function, function.none_hash(seed), [1, 2, 3, 4])
+        assert name == wanted.hex()
 
 
 def test_refusals() -> None:

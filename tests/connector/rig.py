@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -38,7 +39,7 @@ from kvxfer.connector.source import IsReady
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.tensors.shared_memory import PlainPool, SharedPool, make_pool
 from kvxfer.testing.faults import injected
-from kvxfer.transfer.manifest import EngineManifest
+from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, VERIFY, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory, SinkTransport
@@ -106,10 +107,11 @@ class Engine:
         can_leave_unhashed: bool = True,
         faults: str = "",
         base: EngineManifest | None = None,
+        before: Callable[[RankId], object] = lambda rank: None,
         **settings: Any,
     ) -> None:
         """``faults``: what its wires do wrong, see kvxfer.testing.faults. ``base``: other regions
-        than those of the shape.
+        than those of the shape. ``before``: called before each rank starts.
         """
         settings.setdefault("port", 0)
         self.config = Config(**settings)
@@ -130,6 +132,7 @@ class Engine:
         rng = np.random.default_rng(7)
         engine = identity_of(base, incarnation=self.incarnation, facts=self.facts)
         for entry in base.ranks:
+            before(entry.rank)
             regions, nbytes = entry.regions, entry.memories[0].nbytes
             pool = make_pool(device, nbytes)
             if fill is None:
@@ -349,6 +352,20 @@ class Engine:
 
     def __exit__(self, *args: object) -> None:
         self.close()
+
+
+def watch_reports(patch: pytest.MonkeyPatch, engine: Engine, look: Callable[[], object]) -> None:
+    """``look`` each time that a rank reports something, a load or an offer that is over, before the
+    engine's thread can see it.
+    """
+    signals, write = {worker.activity_fileno() for worker in engine.workers}, os.eventfd_write
+
+    def seen(fd: int, value: int) -> None:
+        if fd in signals:
+            look()
+        write(fd, value)
+
+    patch.setattr(os, "eventfd_write", seen)
 
 
 def expect_copied(

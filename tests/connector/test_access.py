@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvxfer.config import Config
 from kvxfer.connector.access import Listeners, check_host, check_owners, server_key_of
 from kvxfer.transports.guard import why_refused
 from tests.helpers import free_port, needs_root, process_of_another_user
+from tests.machine import put
 
 PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
 OTHER, STRANGE = (zmq.curve_keypair()[0].decode() for _ in range(2))
@@ -160,9 +162,20 @@ def test_another_users_listener_is_seen_as_such() -> None:
                 check_owners(Config(), [endpoint], are_up=are_up)
 
 
-def test_two_users_at_one_endpoint_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Listeners, "users", lambda *_: frozenset({os.geteuid(), 65534}))
-    with pytest.raises(PermissionError):
+ROW = "{} 0100007F:1644 00000000:0000 0A 00000000:00000000 00:00000000 00000000 {} 0 1 1 0\n"
+"""A listener at 127.0.0.1:5700, and its user."""
+
+
+@pytest.mark.parametrize("others", [(), (65534,)], ids=["alone", "two"])
+def test_two_users_at_one_endpoint_are_one_too_many(
+    others: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    users = enumerate((os.geteuid(), *others))
+    rows = "".join(ROW.format(f"{number}:", user) for number, user in users)
+    (tmp_path / "tcp").write_text(f"sl local_address rem_address st a b c uid\n{rows}")
+    put(monkeypatch, "/proc/net/tcp", tmp_path / "tcp")
+    may = pytest.raises(PermissionError) if others else nullcontext()
+    with may:
         check_owners(Config(), ["tcp://127.0.0.1:5700"], are_up=True)
 
 

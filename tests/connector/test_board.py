@@ -18,14 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.connector.board import NUM_SLOTS, PROBES, SLOT_NBYTES, Board, BoardView, Posted
-from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemfdHandle
 from kvxfer.transfer.session import Break
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import Broken, Grant, Reason, Refuse, Verdict
 from tests.builders import EngineShape
-from tests.connector.rig import DIGEST, POISON, STUCK_S, Engine, expect_copied, stuck, until
+from tests.connector.rig import (
+    DIGEST,
+    POISON,
+    STUCK_S,
+    Engine,
+    expect_copied,
+    stuck,
+    until,
+    watch_reports,
+)
 from tests.spoken import change_messages, watch_messages
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
@@ -396,16 +405,16 @@ def test_an_offer_that_ends_during_the_read_is_not_accepted(
 
 @pytest.mark.parametrize("ids", [(0, 1, 2), (0, 1, 2, 64), (0, 1, 2, -1)])
 def test_ids_on_a_board_are_checked_like_those_of_a_grant(
-    monkeypatch: pytest.MonkeyPatch, ids: tuple[int, ...]
+    board: Board, ids: tuple[int, ...]
 ) -> None:
-    post = Board.post
-
-    def lie(self: Board, nonce: bytes, offer: Posted) -> bool:
-        return post(self, nonce, Posted(offer.digest, offer.num_tokens, (ids,)))
-
-    monkeypatch.setattr(Board, "post", lie)
-    with prefill() as source, decode() as sink:
-        sink.load("d", offered(source), range(4), SPAN)
+    with prefill(announce=False) as source, decode() as sink:
+        (entry,) = source.manifest.ranks
+        lying = msgspec.structs.replace(entry, board=board.handle)
+        manifest = msgspec.structs.replace(source.manifest, ranks=(lying,))
+        source.step(ConnectorMetadata(manifest=manifest))
+        ref = offered(source)
+        assert board.post(ref.offer.nonce, Posted(DIGEST, 64, (ids,)))
+        sink.load("d", ref, range(4), SPAN)
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"plan"}
         assert bool((sink.pools[0].tensor == POISON).all())
@@ -431,13 +440,6 @@ def test_the_board_says_so_before_anything_is_freed(
     were_open: list[bool] = []
     nonce = b""
 
-    sent = Ledger.sent
-
-    def look(self: Ledger, request_id: str) -> None:
-        were_open.append(views[0].is_open(nonce))
-        sent(self, request_id)
-
-    monkeypatch.setattr(Ledger, "sent", look)
     if ending == "cannot be broken":
         watch_messages(monkeypatch, _fail_at(lambda _: None, 0, Grant))
         monkeypatch.setattr(OfferSession, "step", _fail_at(OfferSession.step, 1, Break))
@@ -445,6 +447,7 @@ def test_the_board_says_so_before_anything_is_freed(
     (entry,) = source.manifest.ranks
     assert entry.board is not None
     views.append(BoardView(entry.board))
+    watch_reports(monkeypatch, source, lambda: were_open.append(views[0].is_open(nonce)))
     with decode() as sink:
         ref = source.offer("p", 64, range(4))
         nonce = ref.offer.nonce

@@ -14,9 +14,9 @@ from kvxfer.connector import rank_service
 from kvxfer.connector.board import Board, BoardView, Ends, Posted
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import shm_direct, stream_packing
 from tests.builders import EngineShape
 from tests.connector.rig import HOST_WIRES, POISON, Engine, num_pulls, service_of, stuck, until
+from tests.copies import HeldPieces, is_pack
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -104,23 +104,6 @@ def test_an_end_that_meets_an_opening_is_never_overtaken(board: Board, view: Boa
 # ------------------------------------------------------------------ a stuck IO thread
 
 
-class Held:
-    """Copies that wait until they may go on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
-        self.has_begun, self.may_end = threading.Event(), threading.Event()
-        copy = getattr(module, name)
-
-        def held(*args: Any, **kwargs: Any) -> Any:
-            self.has_begun.set()
-            assert self.may_end.wait(WAIT_S)
-            return copy(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, held)
-        # No copy on the IO thread itself
-        monkeypatch.setattr(rank_service, "SMALL_NBYTES", 0)
-
-
 def overwrite(engine: Engine) -> None:
     """The engine uses the blocks again."""
     engine.pools[0].tensor.fill_(0x55)
@@ -130,7 +113,7 @@ def overwrite(engine: Engine) -> None:
 def test_blocks_that_are_used_again_are_never_accepted_while_the_source_is_stuck(
     monkeypatch: pytest.MonkeyPatch, has_board: bool
 ) -> None:
-    held = Held(monkeypatch, shm_direct, "strided_copy")
+    held = HeldPieces(monkeypatch, "shm")
     with (
         Engine(ONE, "prefill", fill=1, transport="shm", offer_board=has_board) as source,
         Engine(ONE, "decode", fill=POISON, transport="shm", offer_board=has_board) as sink,
@@ -156,7 +139,7 @@ def test_blocks_that_are_used_again_are_never_accepted_while_the_source_is_stuck
 def test_a_chunk_that_was_packed_while_the_source_was_stuck_is_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held = Held(monkeypatch, stream_packing, "gather")
+    held = HeldPieces(monkeypatch, "zmq", is_pack)
     with (
         Engine(ONE, "prefill", fill=1, transport="zmq") as source,
         Engine(ONE, "decode", fill=POISON, transport="zmq") as sink,
@@ -178,7 +161,7 @@ def test_a_chunk_that_was_packed_while_the_source_was_stuck_is_not_sent(
 def test_a_release_behind_an_end_that_the_io_thread_has_not_heard_of_is_invalid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held = Held(monkeypatch, shm_direct, "strided_copy")
+    held = HeldPieces(monkeypatch, "shm")
     with (
         Engine(ONE, "prefill", fill=1, transport="shm", offer_board=False) as source,
         Engine(ONE, "decode", fill=POISON, transport="shm", offer_board=False) as sink,

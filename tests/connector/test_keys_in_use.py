@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector import rank_service
 from kvxfer.connector.access import protection
 from kvxfer.connector.params import LoadWanted, make_params, parse_params
 from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports.key_folder import STEPS, USE, make_keys, read_keys, rotate_keys, short
 from tests.builders import EngineShape
@@ -164,24 +164,14 @@ def test_a_fleet_changes_its_key_without_a_load_that_fails(
     assert "was closed" not in caplog.text
 
 
-def test_ranks_of_one_engine_may_have_started_with_both_keys(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = read_keys(folder).current
-    for step in STEPS[:2]:
-        rotate_keys(folder, step)
-    pairs = [old, read_keys(folder).current, read_keys(folder).current]
+def test_ranks_of_one_engine_may_have_started_with_both_keys(folder: Path) -> None:
+    def rotate(rank: RankId) -> None:
+        for step in STEPS[:2] if rank.tp else ():
+            rotate_keys(folder, step)
 
-    def start(config: Config) -> Config:
-        pair = pairs.pop(0)
-        return msgspec.structs.replace(
-            config, curve_public_key=pair.public, curve_secret_key=pair.secret
-        )
-
-    monkeypatch.setattr(rank_service, "with_folder_keys", start)
     common: dict[str, Any] = {"transport": "zmq", **PATIENT, "curve_keys_dir": str(folder)}
     with (
-        Engine(EngineShape(tp_size=2), "prefill", fill=1, **common) as source,
+        Engine(EngineShape(tp_size=2), "prefill", fill=1, before=rotate, **common) as source,
         Engine(ONE, "decode", fill=POISON, **common) as sink,
     ):
         assert len({rank.curve_public_key for rank in source.manifest.ranks}) == 2

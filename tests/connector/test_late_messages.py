@@ -10,15 +10,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import zmq
 
-from kvxfer.connector.control import ControlClient
-from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
     Hold,
-    LoadReport,
     NewLoad,
     SourceRef,
 )
@@ -34,10 +32,11 @@ from kvxfer.transfer.wire import (
     Ping,
     Reason,
     Refuse,
-    ToSource,
     Verdict,
+    decode_to_source,
 )
 from kvxfer.transports.base import ReadBroke, ReadDone, SinkCompletion
+from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
 from tests.connector.rig import (
@@ -48,7 +47,9 @@ from tests.connector.rig import (
     only_peer_of,
     service_of,
     until,
+    watch_reports,
 )
+from tests.spoken import watch_dealers
 from tests.wires import use_sink
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
@@ -56,32 +57,38 @@ SPAN = (0, 64)
 ZERO = RankId(0, 0)
 
 
+REPORT = "a load's report"
+
+
+class Said(list[tuple[str, str]]):
+    """What leaves, and when a load of the engines that are watched is reported, in order: what and
+    where to.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._patch = patch
+
+    def note_message(self, dealer: zmq.Socket[bytes], frame: bytes) -> None:
+        where = dealer.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.append((type(decode_to_source(frame)).__name__, where))
+
+    def watch(self, engine: Engine) -> None:
+        watch_reports(self._patch, engine, lambda: self.append((REPORT, "")))
+
+
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What leaves, and when a load is reported, in order: what and where to."""
-    events: list[tuple[str, str]] = []
-    send, loaded = ControlClient.send, Ledger.loaded
-
-    def note_send(self: ControlClient, message: ToSource) -> None:
-        send(self, message)
-        events.append((type(message).__name__, self.endpoint))
-
-    def note_report(self: Ledger, report: LoadReport) -> None:
-        events.append((report.request_id, ""))
-        loaded(self, report)
-
-    monkeypatch.setattr(ControlClient, "send", note_send)
-    monkeypatch.setattr(Ledger, "loaded", note_report)
-    return events
+def said(monkeypatch: pytest.MonkeyPatch) -> Said:
+    said = Said(monkeypatch)
+    watch_dealers(monkeypatch, lambda *_: None, said.note_message)
+    return said
 
 
-def names(events: list[tuple[str, str]]) -> list[str]:
+def names(events: Said) -> list[str]:
     return [name for name, _ in events]
 
 
-def expect_said(
-    events: list[tuple[str, str]], wanted: list[str], *, without: frozenset[str] = frozenset()
-) -> None:
+def expect_said(events: Said, wanted: list[str], *, without: frozenset[str] = frozenset()) -> None:
     """These, in this order, and no others; ``without``: those that may come at any time."""
 
     def heard() -> list[str]:
@@ -109,8 +116,9 @@ def offered(source: Engine, name: str) -> SourceRef:
     return ref
 
 
-def meet(source: Engine, sink: Engine, said: list[tuple[str, str]]) -> None:
+def meet(source: Engine, sink: Engine, said: Said) -> None:
     """A first load; what it says is forgotten."""
+    said.watch(sink)
     sink.load("first", offered(source, "p0"), range(4), SPAN)
     until(lambda: sink.received("first"))
     until(lambda: source.sent("p0"))
@@ -119,7 +127,7 @@ def meet(source: Engine, sink: Engine, said: list[tuple[str, str]]) -> None:
 
 
 @pytest.fixture
-def sink(source: Engine, said: list[tuple[str, str]]) -> Iterator[Engine]:
+def sink(source: Engine, said: Said) -> Iterator[Engine]:
     """It knows the source."""
     with decode() as engine:
         meet(source, engine, said)
@@ -140,41 +148,37 @@ def order_of(name: str, ref: SourceRef) -> NewLoad:
 
 
 def test_a_load_is_reported_before_anything_is_said(
-    source: Engine, sink: Engine, said: list[tuple[str, str]]
+    source: Engine, sink: Engine, said: Said
 ) -> None:
     sink.load("d", offered(source, "p"), range(4, 8), SPAN, hold=True)
     until(lambda: sink.received("d"))
     until(lambda: source.sent("p"))  # it has heard of all of it
-    expect_said(said, ["d", "Keep", "Pull", "Release"])
+    expect_said(said, [REPORT, "Keep", "Pull", "Release"])
     assert source.count("offers.done") == 2
     assert not source.count("offers.broken")
     expect_copied(source, sink, [0, 1, 2, 3] * 2, range(8), (0, 128))
 
 
-def test_loads_of_one_step_are_all_reported_first(
-    source: Engine, sink: Engine, said: list[tuple[str, str]]
-) -> None:
+def test_loads_of_one_step_are_all_reported_first(source: Engine, sink: Engine, said: Said) -> None:
     refs = [offered(source, f"p{number}") for number in (1, 2, 3)]
     orders = tuple(order_of(f"d{number}", ref) for number, ref in enumerate(refs))
     sink.step(ConnectorMetadata(loads=orders))
     until(lambda: all(sink.received(order.request_id) for order in orders))
     until(lambda: source.sent("p3"))
-    expect_said(said, ["d0", "d1", "d2", *["Pull"] * 3, *["Release"] * 3])
+    expect_said(said, [*[REPORT] * 3, *["Pull"] * 3, *["Release"] * 3])
 
 
-def test_the_pull_of_a_longer_copy_does_not_wait_for_its_end(
-    source: Engine, said: list[tuple[str, str]]
-) -> None:
+def test_the_pull_of_a_longer_copy_does_not_wait_for_its_end(source: Engine, said: Said) -> None:
     with decode(faults="read:slow=300ms") as sink:
         meet(source, sink, said)
         sink.load("d", offered(source, "p"), range(4), SPAN, hold=True)
         until(lambda: sink.received("d"))
         until(lambda: source.sent("p"))
-        expect_said(said, ["Keep", "Pull", "d", "Release"])
+        expect_said(said, ["Keep", "Pull", REPORT, "Release"])
 
 
 def test_a_load_that_breaks_in_its_round_says_so_in_order(
-    source: Engine, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    source: Engine, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_broken = False
 
@@ -195,11 +199,11 @@ def test_a_load_that_breaks_in_its_round_says_so_in_order(
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"read_failed"}
         until(lambda: source.sent("p"))
-        expect_said(said, ["Keep", "Pull", "Cancel"], without=frozenset({"d"}))
+        expect_said(said, ["Keep", "Pull", "Cancel"], without=frozenset({REPORT}))
 
 
 def test_a_load_that_is_aborted_in_its_round_says_so_in_order(
-    source: Engine, sink: Engine, said: list[tuple[str, str]]
+    source: Engine, sink: Engine, said: Said
 ) -> None:
     ref = offered(source, "p")
     step = ConnectorMetadata(
@@ -211,11 +215,11 @@ def test_a_load_that_is_aborted_in_its_round_says_so_in_order(
     until(lambda: sink.received("d"))
     assert sink.reasons("d") == {"cancelled"}
     until(lambda: source.sent("p"))
-    expect_said(said, ["Keep", "Pull", "Cancel"], without=frozenset({"d"}))
+    expect_said(said, ["Keep", "Pull", "Cancel"], without=frozenset({REPORT}))
 
 
 def test_a_hold_is_told_to_every_rank_though_its_load_has_ended_here(
-    said: list[tuple[str, str]],
+    said: Said,
 ) -> None:
     """Rank 0 reads one source rank only, and is through before the Keeps leave."""
     shape = EngineShape(num_kv_heads=2, num_blocks=64, tp_size=2)
@@ -227,7 +231,7 @@ def test_a_hold_is_told_to_every_rank_though_its_load_has_ended_here(
         sink.load("d", offered(source, "p"), range(4), SPAN, hold=True)
         until(lambda: sink.received("d"))
         until(lambda: source.sent("p"))
-        ranks = {entry.control_endpoint for entry in source.manifest.ranks}
+        ranks = {nearest_endpoint(entry.control_endpoint) for entry in source.manifest.ranks}
 
         def told() -> set[str]:
             return {endpoint for name, endpoint in said if name == "Keep"}
@@ -240,7 +244,7 @@ def test_a_hold_is_told_to_every_rank_though_its_load_has_ended_here(
 
 
 def test_a_message_that_cannot_wait_does_not_overtake(
-    source: Engine, sink: Engine, said: list[tuple[str, str]]
+    source: Engine, sink: Engine, said: Said
 ) -> None:
     peer, service = only_peer_of(sink), service_of(sink)
     keep = Keep((OfferRef(secrets.token_bytes(16), source.incarnation),), b"k" * 16, 1.0)
@@ -256,7 +260,7 @@ def test_a_message_that_cannot_wait_does_not_overtake(
 
 
 def test_what_was_deferred_leaves_before_the_connection_ends(
-    source: Engine, sink: Engine, said: list[tuple[str, str]]
+    source: Engine, sink: Engine, said: Said
 ) -> None:
     ref = offered(source, "p")
     peer, service = only_peer_of(sink), service_of(sink)
@@ -271,9 +275,7 @@ def test_what_was_deferred_leaves_before_the_connection_ends(
     expect_said(said, ["Cancel"])
 
 
-def test_nothing_is_lost_when_the_engine_ends_after_a_report(
-    source: Engine, said: list[tuple[str, str]]
-) -> None:
+def test_nothing_is_lost_when_the_engine_ends_after_a_report(source: Engine, said: Said) -> None:
     sink = decode()
     meet(source, sink, said)
     refs = [offered(source, f"p{number}") for number in (1, 2, 3)]

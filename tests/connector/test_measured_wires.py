@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 
 from kvxfer.connector.peer import Moments, workload_of
-from kvxfer.errors import TransportUnavailable
+from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.costs import WireCosts, Workload
 from kvxfer.transfer.plan import make_plan
 from kvxfer.transports.base import SendRequest, Trial
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.shm_direct import ShmSink
-from kvxfer.transports.stream_connections import Connection, Connections
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import ChunkHeader, ToSink, decode_to_sink
+from kvxfer.transports.stream_wire import Attach, ChunkHeader, decode_to_sink, decode_to_source
 from tests.builders import EngineShape, build_manifest
 from tests.connector.rig import POISON, Engine, expect_copied, until
-from tests.wires import pipe_of, use_sink
+from tests.spoken import watch_dealers
+from tests.wires import pipe_of, use_sink, use_source
 
 KIB, MIB = 1 << 10, 1 << 20
 SHAPE = EngineShape(num_kv_heads=2, num_blocks=64)
@@ -31,34 +32,35 @@ TOKEN_NBYTES = 2 * 2 * 2 * 8  # layers, planes, heads, bytes
 
 
 class OnTheWire:
-    """What the source was asked for, and what of it the sink hears."""
+    """What the sink asks for when it attaches, what the source's wire is asked for, and what of it
+    the sink hears; of engines that are made after it.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen = self
         self.slots: list[Slots] = []
         self.chunk_nbytes: list[int] = []
         self.headers: list[ChunkHeader] = []
-        add, submit = Connections.add, StreamSource.submit_send
-        decode = decode_to_sink
 
-        def noted_add(
-            connections: Connections, identity: bytes, slots: Slots, *more: Any, **named: Any
-        ) -> Connection:
-            self.slots.append(slots)
-            return add(connections, identity, slots, *more, **named)
+        class Source(StreamSource):
+            def submit_send(self, request: SendRequest) -> None:
+                seen.chunk_nbytes.append(request.chunk_nbytes)
+                super().submit_send(request)
 
-        def noted_submit(source: StreamSource, request: SendRequest) -> None:
-            self.chunk_nbytes.append(request.chunk_nbytes)
-            submit(source, request)
+        use_source(monkeypatch, "zmq", partial(Source, pipe_of("zmq")))
+        watch_dealers(monkeypatch, self._hear, self._say)
 
-        def noted_decode(frame: memoryview) -> ToSink:
-            message = decode(frame)
+    def _hear(self, _: object, frame: memoryview) -> None:
+        with suppress(ProtocolError):  # of a connection for control
+            message = decode_to_sink(frame)
             if isinstance(message, ChunkHeader):
                 self.headers.append(message)
-            return message
 
-        monkeypatch.setattr(Connections, "add", noted_add)
-        monkeypatch.setattr(StreamSource, "submit_send", noted_submit)
-        monkeypatch.setattr("kvxfer.transports.stream_sink.decode_to_sink", noted_decode)
+    def _say(self, _: object, frame: bytes) -> None:
+        with suppress(ProtocolError):
+            message = decode_to_source(memoryview(frame))
+            if isinstance(message, Attach):
+                self.slots.append(Slots(message.num_slots, message.slot_nbytes))
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *, shm: WireCosts | str, zmq: WireCosts) -> None:

@@ -412,10 +412,14 @@ def test_more_engines_than_zeromq_has_sockets_by_itself(monkeypatch: pytest.Monk
 
 
 def test_no_socket_for_a_contact_fails_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_socket(*args: object) -> None:
-        raise zmq.ZMQError(24)
+    make = zmq.Context.socket
 
-    monkeypatch.setattr("kvxfer.connector.peer.ControlClient", no_socket)
+    def no_dealer(context: zmq.Context[Any], kind: int, **more: Any) -> Any:
+        if kind == zmq.DEALER:
+            raise zmq.ZMQError(24)
+        return make(context, kind, **more)
+
+    monkeypatch.setattr(zmq.Context, "socket", no_dealer)
     with Engine(ONE, "a", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
         started_s = time.perf_counter()
         assert _load(sink, "d", _offered(source, "p")) == {"peer_lost"}

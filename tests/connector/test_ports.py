@@ -4,7 +4,9 @@ not, and loads between engines that have them.
 
 from __future__ import annotations
 
+import importlib.util
 import socket
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +17,7 @@ from kvxfer.errors import ConfigError
 from tests.builders import EngineShape
 from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, until
 from tests.helpers import free_port, held_ports
+from tests.machine import RDMA, put
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=16)
 TWO = EngineShape(tp_size=2, num_kv_heads=2, num_blocks=16)
@@ -126,12 +129,15 @@ def test_auto_does_not_leave_a_wire_out_whose_port_is_taken() -> None:
             Engine(ONE, "source", fill=None, transport="auto", data_port=taken)
 
 
-def test_a_single_data_port_does_not_do_for_several_wires(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvxfer.transports import registry
-
-    monkeypatch.setattr(registry, "_is_worth_it", lambda *_: True)
+def test_a_single_data_port_does_not_do_for_several_wires(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mlx5_0").mkdir()
+    put(monkeypatch, RDMA, tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # all is installed
+    settings: dict[str, Any] = {"data_port": free_port(), "trust_network": True}
     with pytest.raises(ConfigError, match="^data_port: expected a port for each of zmq, ucx, nixl"):
-        Engine(ONE, "source", fill=None, transport="auto", data_port=free_port())
+        Engine(ONE, "source", fill=None, transport="auto", **settings)
 
 
 def test_what_engines_say_of_themselves_is_what_was_set() -> None:

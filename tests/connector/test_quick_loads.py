@@ -14,7 +14,6 @@ import msgspec
 import pytest
 import zmq
 
-from kvxfer.connector import sink as sink_module
 from kvxfer.connector.control import ControlClient
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.records import (
@@ -28,10 +27,9 @@ from kvxfer.connector.records import (
     SourceRef,
     Unhold,
 )
-from kvxfer.connector.sink import Sink
+from kvxfer.connector.sink import QUICK_IDS, Sink
 from kvxfer.connector.source import Source
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports.attachments import MappingSink
 from kvxfer.transports.base import DirectSink, SinkTransport
 from tests.builders import EngineShape, build_manifest
 from tests.connector.rig import (
@@ -225,16 +223,24 @@ def test_the_io_thread_begins_what_copies_or_sends(watch: Watch, wire: str) -> N
         assert set(watch.reported) == {two.io_thread.name}
 
 
-def test_the_io_thread_begins_loads_of_many_ids(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sink_module, "QUICK_IDS", 1)
-    source, sink = engines()
-    with source, sink:
+def test_the_io_thread_begins_loads_of_many_ids(watch: Watch) -> None:
+    shape = EngineShape(num_kv_heads=1, num_layers=1, block_tokens=1, num_blocks=QUICK_IDS + 2)
+    settings: dict[str, Any] = {"transport": "cuda_ipc", **PATIENT}
+    with (
+        Engine(shape, "prefill", fill=None, **settings) as source,
+        Engine(shape, "decode", fill=POISON, **settings) as sink,
+    ):
         watch.wire(sink)
-        two = Two(source, sink)
-        two.move()
-        assert set(watch.began) == {two.io_thread.name}
+        two = Two(source, sink, have_met=False)
+        for number, num_tokens in enumerate((32, QUICK_IDS, QUICK_IDS + 1)):
+            ids = range(1, num_tokens + 1)
+            ref = source.offer(f"r{number}", num_tokens, ids)
+            source.compute(f"r{number}")
+            until(lambda: source.count("board.posted") == number + 1)  # noqa: B023
+            sink.load(f"r{number}", ref, ids, (0, num_tokens))
+            until(lambda: sink.received(f"r{number}"))  # noqa: B023
+            assert sink.reasons(f"r{number}") == {None}
+        assert watch.began == [two.io_thread.name, watch.engine, two.io_thread.name]
 
 
 @pytest.mark.parametrize(("num_loads", "is_quick"), [(4, True), (5, False)])
@@ -339,15 +345,23 @@ def test_an_offer_that_is_over_is_refused_by_name(watch: Watch) -> None:
 
 
 def test_a_wire_that_does_not_know_the_source_any_more_ends_the_peer_and_it_is_met_anew(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch
+    watch: Watch,
 ) -> None:
     source, sink = engines()
     with source, sink:
+        wire = watch.wire(sink)
         two = Two(source, sink)
-        with monkeypatch.context() as patch:
-            patch.setattr(MappingSink, "_find", lambda *_: None)
-            name = two.begin()
-            until(lambda: sink.received(name))
+        (entry,) = source.manifest.ranks
+        forgotten = threading.Event()
+
+        def forget() -> None:
+            wire.detach(entry.control_endpoint)
+            forgotten.set()
+
+        two.io.post(forget)
+        assert forgotten.wait(60)
+        name = two.begin()
+        until(lambda: sink.received(name))
         assert sink.reasons(name) == {"peer_lost"}
         until(lambda: sink.count("peers.peer_lost") == 1)
         two.move()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvxfer.connector import rank_service
 from kvxfer.connector.rank_service import RankService
+from kvxfer.transports.visitors import TURN_S
 
 
 class AtOnce:
@@ -43,15 +45,20 @@ def _round(source: AtOnce) -> None:
     )
 
 
+def clock_of(step_s: float) -> Any:
+    """It goes on by so much with each look at it."""
+    return SimpleNamespace(perf_counter=count(0.0, step_s).__next__)
+
+
 def test_chunks_that_are_packed_at_once_leave_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_service, "TURN_S", 60.0)
+    monkeypatch.setattr(rank_service, "time", clock_of(0.0))
     source = AtOnce(3)
     _round(source)
     assert source.order == ["packed", "left"] * 3
 
 
 def test_but_no_more_of_them_than_a_turn_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_service, "TURN_S", 0.0)
+    monkeypatch.setattr(rank_service, "time", clock_of(TURN_S))
     source = AtOnce(3)
     _round(source)
     assert source.order == ["packed", "left"]

@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.connector import keeper as keeper_module
-from kvxfer.connector.keeper import Keeper
+from kvxfer.connector.keeper import OFFER_NBYTES, Keeper
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.records import SourceRef
+from kvxfer.connector.records import ConnectorMetadata, Hold, SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.wire import Consumer, Grant, Keep, OfferRef, Pull, Release
+from kvxfer.transfer.wire import MAX_KEPT, Consumer, Grant, Keep, OfferRef, Pull, Release
 from kvxfer.transports.base import ReadRequest
 from kvxfer.transports.stream_sink import StreamSink
 from tests.builders import EngineShape
@@ -218,29 +217,60 @@ def test_tokens_beyond_the_offered_ones_are_not_read_unbound_either(wire: str) -
 def test_keeps_of_many_offers_come_in_slices_and_go_on_after_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper_module, "MAX_KEPT", 2)
+    most, num_offers = 10, 23
     sizes: list[int] = []
 
     def record(message: object) -> None:
         if isinstance(message, Keep):
             sizes.append(len(message.offers))
-            if len(sizes) == 6:
+            if len(sizes) == num_offers + 1:
                 raise RuntimeError("unforeseen")
 
     watch_messages(monkeypatch, record)
     with (
         Engine(ONE, "prefill", fill=1, lease_s=1.5, keep_s=0.5) as source,
-        Engine(ONE, "decode", fill=POISON, lease_s=1.5, keep_s=0.5) as sink,
+        Engine(
+            *(ONE, "decode"),
+            fill=POISON,
+            lease_s=1.5,
+            keep_s=0.5,
+            control_max_nbytes=most * OFFER_NBYTES,
+        ) as sink,
     ):
-        for number in range(5):
+        for number in range(num_offers):
             sink.hold(f"d{number}", _offered(source, f"p{number}"))
         sink.expected_io_errors = 1
         time.sleep(2.0)  # more than the lease, and three rounds
-        assert not any(source.sent(f"p{number}") for number in range(5))
-        each_as_held, in_slices = sizes[:5], sizes[6:]  # the sixth failed, and ended its round
-        assert each_as_held == [1, 1, 1, 1, 1]
+        assert not any(source.sent(f"p{number}") for number in range(num_offers))
+        # The one behind those of the holds failed, and ended its round
+        each_as_held, in_slices = sizes[:num_offers], sizes[num_offers + 1 :]
+        assert each_as_held == [1] * num_offers
         assert len(in_slices) >= 3
-        assert in_slices == ([2, 2, 1] * len(in_slices))[: len(in_slices)]  # maybe amid a round
+        assert in_slices == ([10, 10, 3] * len(in_slices))[: len(in_slices)]  # maybe amid a round
+
+
+def test_a_keep_has_no_more_offers_than_its_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def record(message: object) -> None:
+        if isinstance(message, Keep):
+            sizes.append(len(message.offers))
+
+    watch_messages(monkeypatch, record)
+    with (
+        Engine(ONE, "prefill", fill=1) as source,
+        Engine(ONE, "decode", fill=POISON, keep_s=0.5) as sink,
+    ):
+        ref = _offered(source, "p")
+        nonces = (number.to_bytes(16) for number in range(MAX_KEPT + 4))
+        offers = (msgspec.structs.replace(ref.offer, nonce=nonce) for nonce in nonces)
+        holds = (msgspec.structs.replace(ref, offer=offer) for offer in offers)
+        sink.step(
+            ConnectorMetadata(holds=tuple(Hold(f"d{n}", hold) for n, hold in enumerate(holds)))
+        )
+        until(lambda: sizes[-1:] == [4])
+        assert max(sizes) == MAX_KEPT
+        assert source.count("control.malformed") == 0
 
 
 def test_an_offer_that_was_given_up_before_its_engine_was_known_is_not_kept(

@@ -5,7 +5,9 @@ the promise or says in the same step that it cannot.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,16 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.connector import rank_service, worker_side
 from kvxfer.connector.board import Board, Posted
 from kvxfer.connector.loads import ALONE_FACTOR, DISTRUST_S, StepLoads
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
-from kvxfer.connector.sink import Sink
-from kvxfer.tensors.strided_copy import strided_copy
 from kvxfer.transfer.wire import OfferRef, Reason
-from kvxfer.transports import shm_direct
+from kvxfer.transports.base import TransferKey
+from kvxfer.transports.copy_thread import CopyJob
+from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
 from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, until
+from tests.copies import HeldPieces
+from tests.wires import run_pieces, use_sink
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 TWO = EngineShape(tp_size=2, num_kv_heads=2, num_blocks=64)
@@ -213,48 +216,60 @@ def test_behind_copies_of_a_gpu_the_verdict_comes_with_the_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The copies are on a stream, and the step's work behind them: nothing is waited for before."""
-    monkeypatch.setattr(Sink, "copied", lambda *_: [])
-    source, sink = engines("shm", faults="read:slow=50ms")
+    waited: list[object] = []
+    stream = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)
+
+    class OnStream(ShmSink):
+        def copied(self, keys: Collection[TransferKey]) -> Any:
+            return f"behind {len(keys)} copies"
+
+    use_sink(monkeypatch, "shm", OnStream)
+    have_met = threading.Event()
+    held = HeldPieces(monkeypatch, "shm", lambda job: have_met.is_set())
+    source, sink = engines("shm")
     with source, sink:
         meet(source, sink)
+        have_met.set()
+        for pool in sink.pools:
+            pool.tensor.fill_(POISON)
         ref = offered(source, "d")
 
         def compute() -> None:
-            with pytest.raises(AssertionError):  # the copy is still to come
-                expect_copied(source, sink, [1, 2, 3, 4], [5, 6, 7, 8], (0, 64))
+            assert waited == ["behind 2 copies"]
+            assert bool((sink.pools[0].tensor == POISON).all())  # they are still to come
+            held.may_end.set()
 
         assert step(sink, order("d", ref), compute=compute) == [{"d": None}]
+        expect_copied(source, sink, [1, 2, 3, 4], [5, 6, 7, 8], (0, 64))
 
 
 @pytest.mark.parametrize("is_after", [False, True])
 def test_an_offer_that_ends_during_the_copy_fails_the_load_in_the_step(
     is_after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ends: list[ConnectorMetadata] = []
+
+    def torn(job: CopyJob) -> bool:
+        has_more = is_after and job.run()
+        for ended in ends:
+            source.workers[1].handle_preemptions(ended)
+        return has_more if is_after else job.run()
+
+    run_pieces(monkeypatch, "shm", torn, at_once=True)
     source, sink = engines("shm")
-    copy = strided_copy
     with source, sink:
         meet(source, sink)
         ref = offered(source, "d")
-        ended = ConnectorMetadata(ended=(source.end_of("d"),))
-
-        def torn(*args: Any, **named: Any) -> int:
-            nbytes = copy(*args, **named) if is_after else 0
-            source.workers[1].handle_preemptions(ended)
-            return nbytes or copy(*args, **named)
-
-        monkeypatch.setattr(shm_direct, "strided_copy", torn)
+        ends.append(ConnectorMetadata(ended=(source.end_of("d"),)))
         (reported,) = step(sink, order("d", ref))
         assert reported["d"] in {"aborted", "ended"}
-        monkeypatch.setattr(shm_direct, "strided_copy", copy)
+        ends.clear()
         assert step(sink, order("e", offered(source, "e"))) == [{"e": None}]
 
 
 @pytest.mark.parametrize("way", ["over", "stalls", "lost"])
-def test_a_promise_that_cannot_be_kept_ends_with_the_step(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for room in (worker_side, rank_service):
-        monkeypatch.setattr(room, "LATE_S", 0.05)
+def test_a_promise_that_cannot_be_kept_ends_with_the_step(way: str) -> None:
     source, sink = engines("shm", faults="read:stall=60s;nth=3")
     with source, sink:
         meet(source, sink)  # of two source ranks: two reads

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 import msgspec
@@ -11,7 +13,7 @@ import pytest
 from kvxfer.connector import tracing
 from kvxfer.connector.metrics import PHASES
 from kvxfer.connector.records import ConnectorMetadata, NewLoad, SourceRef
-from kvxfer.connector.tracing import MAX_CHARS, tell_of, trace_of
+from kvxfer.connector.tracing import MAX_CHARS, trace_of
 from kvxfer.transfer.manifest import RankId
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, until
@@ -143,8 +145,13 @@ def test_nothing_is_made_without_a_provider(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_is_made_without_the_api(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "trace", None)
-    tell_of([object()], RankId(0, 0))  # type: ignore[list-item]  # not looked at
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)  # as if it were not installed
+    spec = find_spec(tracing.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    without = module_from_spec(spec)
+    spec.loader.exec_module(without)
+    without.tell_of([object()], RankId(0, 0))  # not looked at
 
 
 def test_headers_of_a_request() -> None:

@@ -17,18 +17,22 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from kvxfer.connector import load_routes
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.verifier import Verifier
-from kvxfer.tensors import strided_copy
-from kvxfer.tensors.device_copy import DeviceCopier
 from kvxfer.tensors.device_digest import DeviceDigester
 from kvxfer.transfer.layout import Interior
-from kvxfer.transfer.wire import BIND_TOKENS, Reason, Release, Verdict
-from kvxfer.transports import shm_direct, stream_packing
+from kvxfer.transfer.wire import BIND_TOKENS, Pull, Reason, Release, Verdict
+from kvxfer.transports.base import LocalMemory, ReadRequest
+from kvxfer.transports.copy_thread import CopyJob
+from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
+from kvxfer.transports.shm_direct import ShmSink
+from kvxfer.transports.stream_packing import ChunkJob
 from tests.builders import EngineShape
 from tests.connector.rig import NIXL, PATIENT, POISON, UCX, Engine, expect_copied, until
+from tests.copies import is_unpack
 from tests.spoken import change_messages, watch_messages
+from tests.transports.host_gpu import gpu_of
+from tests.wires import run_pieces, use_sink
 
 TWO = EngineShape(tp_size=2, block_tokens=16, layout="HND")
 ONE = EngineShape(tp_size=1, block_tokens=32, layout="NHD")
@@ -88,9 +92,7 @@ def test_digests_of_the_kernel_agree_with_those_of_the_host(
     monkeypatch: pytest.MonkeyPatch, is_flipped: bool
 ) -> None:
     """A decode engine on a GPU, which is a CPU here, and a prefill engine on a CPU."""
-    if is_flipped:
-        plant_in_shm("a flipped bit", monkeypatch)
-    with engines("shm", "all") as (source, sink):
+    with engines("shm", "all", faults=FLIPS if is_flipped else "") as (source, sink):
         for worker in sink.workers:
             verifier = worker._service.sink._verifier  # type: ignore[union-attr]
             digester = DeviceDigester(verifier._memory.tensors)
@@ -154,110 +156,84 @@ def test_layouts_agree_and_other_digests_are_corrupt(name: str, transport: str) 
 # ------------------------------------------------------------------ corruption
 
 
-def of_the_other_head(at: Any, tile: Any) -> Any:
-    """Of two heads, which lie at multiples of twice their stride."""
-    return at + tile.stride_head * (1 - 2 * (at // tile.stride_head % 2))
-
-
 def with_other_head(side: Any) -> Any:
+    """Of two heads, which lie at multiples of twice their stride."""
+    stride = side.tile.stride_head
+    offsets = [base.offset + stride * (1 - 2 * (base.offset // stride % 2)) for base in side.bases]
     bases = [
-        msgspec.structs.replace(base, offset=of_the_other_head(base.offset, side.tile))
-        for base in side.bases
+        msgspec.structs.replace(base, offset=offset)
+        for base, offset in zip(side.bases, offsets, strict=True)
     ]
     return msgspec.structs.replace(side, bases=tuple(bases))
 
 
-def rolled(ids: Any) -> Any:
-    return np.roll(ids, 1)
+def rolled(table: Any) -> Any:
+    return tuple((*ids[-1:], *ids[:-1]) for ids in table)
 
 
-def flip(memories: Any, side: Any, ids: Any, token: int) -> None:
-    """One bit of one head of one token, in the first region."""
-    base, tile = side.bases[0], side.tile
-    at = base.offset + int(ids[token // tile.block_tokens]) * tile.stride_block
-    at += token % tile.block_tokens * tile.stride_token
-    memories[base.memory][at] ^= 4
-
-
-def plant_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather, scatter = strided_copy.gather, strided_copy.scatter
-
-    def bad_gather(memories: Any, side: Any, ids: Any, *rest: Any) -> None:
-        if kind == "a wrong block":
-            ids = rolled(ids)
-        if kind == "a wrong head":
-            side = with_other_head(side)
-        gather(memories, side, ids, *rest)
-        if kind == "a flipped bit":
-            rest[-1][len(rest[-1]) // 2] ^= 1
-        if kind == "a torn copy":
-            rest[-1][len(rest[-1]) // 2 :] ^= 0x55
-
-    def bad_scatter(
-        memories: Any, side: Any, ids: Any, regions: Any, tokens: Any, dense: Any
-    ) -> None:
+def wrong_chunk(kind: str, job: CopyJob) -> bool:
+    """A piece of a stream, with something wrong at its source, or at its sink."""
+    if not isinstance(job, ChunkJob):  # of a trial
+        return job.run()
+    dense = job.dense = job.take_dense()
+    if is_unpack(job):
         if kind == "a wrong place":
-            ids = rolled(ids)
-        if kind != "stale bytes":
-            scatter(memories, side, ids, regions, tokens, dense)
-
-    monkeypatch.setattr(stream_packing, "gather", bad_gather)
-    monkeypatch.setattr(stream_packing, "scatter", bad_scatter)
-
-
-def plant_in_shm(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = strided_copy.strided_copy
-
-    def bad_copy(
-        source: Any,
-        sink: Any,
-        copied: Any,
-        source_ids: Any,
-        sink_ids: Any,
-        tokens: Any,
-        **more: Any,
-    ) -> int:
-        ids = sink_ids
-        if kind == "a wrong block":
-            source_ids = rolled(source_ids)
-        if kind == "a wrong head":
-            copied = replace(copied, source=with_other_head(copied.source))
-        if kind == "a wrong place":
-            sink_ids = rolled(sink_ids)
-        if kind == "stale bytes":
-            return 1
-        if kind == "a torn copy":
-            copy(source, sink, copied, source_ids, sink_ids, tokens, **more)
-            middle = sum(tokens) // 2
-            source = tuple(memory ^ 0x55 for memory in source)
-            return copy(source, sink, copied, source_ids, sink_ids, (middle, tokens[1]), **more)
-        nbytes = copy(source, sink, copied, source_ids, sink_ids, tokens, **more)
-        if kind == "a flipped bit":
-            flip(sink, copied.sink, ids, sum(tokens) // 2)
-        return nbytes
-
-    monkeypatch.setattr(shm_direct, "strided_copy", bad_copy)
+            job.block_ids = np.roll(job.block_ids, 1)
+        return kind != "stale bytes" and job.run()
+    if kind == "a wrong block":
+        job.block_ids = np.roll(job.block_ids, 1)
+    if kind == "a wrong head":
+        job.side = with_other_head(job.side)
+    job.run()
+    if kind == "a flipped bit":
+        dense[len(dense) // 2] ^= 1
+    if kind == "a torn copy":
+        dense[len(dense) // 2 :] ^= 0x55
+    return False
 
 
-def plant_in_launches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = DeviceCopier.launches
+def wrong_request(kind: str, request: ReadRequest) -> ReadRequest:
+    """What a direct wire is asked for, with something wrong."""
+    change = msgspec.structs.replace
+    if kind == "a wrong block":
+        return change(request, source_ids=rolled(request.source_ids))
+    if kind == "a wrong place":
+        return change(request, sink_ids=rolled(request.sink_ids))
+    if kind == "a wrong head":
+        classes = [replace(each, source=with_other_head(each.source)) for each in request.classes]
+        return change(request, classes=tuple(classes))
+    pulls = [
+        change(pull, token_hi=pull.token_lo + (kind == "a torn copy") * NUM_TOKENS // 2)
+        for pull in request.pull_classes
+    ]
+    return change(request, pull_classes=tuple(pulls))
 
-    def bad(self: Any, bound: Any, source_ids: Any, sink_ids: Any, tokens: Any, **more: Any) -> Any:
-        if kind == "a wrong block":
-            source_ids = rolled(source_ids)
-        if kind == "a wrong place":
-            sink_ids = rolled(sink_ids)
-        if kind == "stale bytes":
-            tokens = (tokens[0], tokens[0] + 1)
-        if kind == "a torn copy":
-            tokens = (tokens[0], sum(tokens) // 2)
-        if kind == "a wrong head":
-            given = bound.source
-            elsewhere = of_the_other_head(given.addresses, given.tile)
-            bound = replace(bound, source=msgspec.structs.replace(given, addresses=elsewhere))
-        return launches(self, bound, source_ids, sink_ids, tokens, **more)
 
-    monkeypatch.setattr(DeviceCopier, "launches", bad)
+def use_wrong_wire(patch: pytest.MonkeyPatch, transport: str, kind: str) -> None:
+    """For engines that are made from now on; a flipped bit is one of ``faults``."""
+
+    class Shm(ShmSink):
+        def submit_read(self, request: ReadRequest) -> None:
+            super().submit_read(wrong_request(kind, request))
+
+    class CudaIpc(CudaIpcSink):
+        def submit_read(self, request: ReadRequest) -> None:
+            super().submit_read(wrong_request(kind, request))
+
+    if transport == "shm":
+        use_sink(patch, transport, Shm)
+    elif transport == "cuda_ipc":
+        use_sink(patch, transport, partial(_with_gpu, CudaIpc))
+    else:
+        run_pieces(patch, transport, partial(wrong_chunk, kind))
+
+
+def _with_gpu(make: Callable[..., CudaIpcSink], memory: LocalMemory, *more: Any) -> CudaIpcSink:
+    return make(memory, *more, gpu_of(memory))
+
+
+FLIPS = "read:flip"
+"""A bit of each piece of a copy."""
 
 
 def expect_corrupt(reasons: set[str | None]) -> None:
@@ -298,10 +274,11 @@ def test_corruption_is_found(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    plant = {"shm": plant_in_shm, "cuda_ipc": plant_in_launches}.get(transport, plant_in_chunks)
-    plant(kind, monkeypatch)
+    faults = FLIPS if (transport, kind) == ("shm", "a flipped bit") else ""
+    if not faults:
+        use_wrong_wire(monkeypatch, transport, kind)
     shape = ONE if kind == "a wrong head" else TWO
-    with engines(transport, "all", shape, chunk_nbytes=4096) as (source, sink):
+    with engines(transport, "all", shape, chunk_nbytes=4096, faults=faults) as (source, sink):
         with caplog.at_level(logging.WARNING):
             expect_corrupt(load(source, sink))
         assert sink.count("verify.differing") >= 1
@@ -319,17 +296,16 @@ def test_corruption_is_found(
 def test_a_sample_finds_whole_blocks(
     transport: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (plant_in_shm if transport == "shm" else plant_in_chunks)(kind, monkeypatch)
+    use_wrong_wire(monkeypatch, transport, kind)
     shape = ONE if kind == "a wrong head" else TWO
     with engines(transport, "sample", shape) as (source, sink):
         expect_corrupt(load(source, sink))
 
 
-def test_a_sample_finds_one_bit_in_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bit is always of the same token, and each offer has another sample."""
-    plant_in_shm("a flipped bit", monkeypatch)
+def test_a_sample_finds_one_bit_in_16() -> None:
+    """The bit is of any token, and each offer has another sample."""
     found: list[set[str | None]] = []
-    with engines("shm", "sample") as (source, sink):
+    with engines("shm", "sample", faults=FLIPS) as (source, sink):
         # None of 60 finds it once in 50 runs of this test
         while len(found) < 60 or ({"corrupt"} not in found and len(found) < 400):
             found.append(load(source, sink, f"d{len(found)}"))
@@ -337,14 +313,20 @@ def test_a_sample_finds_one_bit_in_16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_setting_nothing_is_asked_or_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(*_: object) -> None:
-        raise AssertionError("nobody asked for a digest")
+    asked: list[Pull] = []
 
-    monkeypatch.setattr(Verifier, "submit", submit)
-    plant_in_shm("a wrong block", monkeypatch)  # and so it is not found
+    def look(message: object) -> None:
+        if isinstance(message, Pull):
+            asked.append(message)
+
+    watch_messages(monkeypatch, look)
+    use_wrong_wire(monkeypatch, "shm", "a wrong block")  # and so it is not found
     with engines("shm", "off") as (source, sink):
         assert load(source, sink) == {None}
-        assert sink.count("board.verdicts") == 2
+        assert sink.count("board.verdicts") == 2  # which have no digests
+        until(lambda: source.sent("d"))
+    assert [each.verify for each in asked] == [UNSET, UNSET]
+    assert not [name for name in sink.take_stats().counts if name.startswith("verify.")]
 
 
 # ------------------------------------------------------------------ messages and ends
@@ -475,22 +457,18 @@ def test_an_abort_meanwhile_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> No
         until(lambda: source.sent("d"))
 
 
-def test_what_cannot_be_verified_is_refused() -> None:
+def test_what_cannot_be_verified_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than is offered, or what is not there: the Pull is refused, and nothing is hashed."""
-    with (
-        engines("shm", "all", offer_board=False) as (source, sink),
-        pytest.MonkeyPatch.context() as m,
-    ):
-        verify = load_routes._verify
 
-        def more(*args: Any) -> Any:
-            asked = verify(*args)
-            if asked is UNSET:
-                return asked
-            classes = [msgspec.structs.replace(c, token_hi=4096) for c in asked.classes]
-            return msgspec.structs.replace(asked, classes=tuple(classes))
+    def ask_for_more(message: Any) -> Iterable[Any]:
+        if isinstance(message, Pull) and message.verify is not UNSET:
+            change = msgspec.structs.replace
+            classes = tuple(change(each, token_hi=4096) for each in message.verify.classes)
+            message = change(message, verify=change(message.verify, classes=classes))
+        return (message,)
 
-        m.setattr(load_routes, "_verify", more)
+    change_messages(monkeypatch, ask_for_more)
+    with engines("shm", "all", offer_board=False) as (source, sink):
         assert load(source, sink) == {"plan"}
         (report,) = sink.reports("d")
         assert "verify: expected at most the offered 96 tokens, got 4096" in report.detail

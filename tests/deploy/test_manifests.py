@@ -11,23 +11,23 @@ import json
 import logging
 import re
 import shutil
-import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from kvxfer.cli import app
 from kvxfer.cli.drain import endpoint_of
-from kvxfer.cli.options import DrainOptions
+from kvxfer.cli.options import DrainOptions, ProxyOptions, parse_address
 from kvxfer.config import load_config
 from kvxfer.integrations.vllm.plugin import NAME
-from kvxfer.proxy.settings import ProxySettings
+from kvxfer.proxy.settings import ProxySettings, Side, parse_engines
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 POD_IP = "10.244.3.7"
@@ -179,26 +179,21 @@ def test_kvxfer_takes_the_settings(server: Container, caplog: pytest.LogCaptureF
     assert {"/dev/shm"} <= mounts.keys() or server.name.startswith("dynamo")  # its operator's
 
 
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """What a command is asked for by this line. Raises what ends it with a usage message."""
+    name, *arguments = words
+    group: Any = typer.main.get_command(app.app)
+    asked: dict[str, Any] = group.commands[name].make_context(name, arguments).params
+    return asked
+
+
 @pytest.mark.parametrize("server", [each for each in SERVERS if "dynamo" not in str(each.id)])
-def test_a_pod_drains_its_engine_before_it_ends(
-    server: Container, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_drains_its_engine_before_it_ends(server: Container) -> None:
     """The hook's own command, with the settings of the container."""
     (_, _, line) = server.spec["lifecycle"]["preStop"]["exec"]["command"]
     words = re.search(r"kvxfer (drain [^&;\"]*)", line)
     assert words is not None
-    asked: list[DrainOptions] = []
-
-    def run_drain(options: DrainOptions) -> bool:
-        asked.append(options)
-        return True
-
-    monkeypatch.setattr("kvxfer.cli.drain.run_drain", run_drain)
-    monkeypatch.setattr("sys.argv", ["kvxfer", *words[1].split()])
-    with pytest.raises(SystemExit) as ended:
-        app.main()
-    assert ended.value.code == 0
-    (options,) = asked
+    options = DrainOptions(**options_of(words[1].split()))
     assert options.wait
     assert options.timeout_s is not None
     assert options.timeout_s + 15 < server.pod["terminationGracePeriodSeconds"]
@@ -252,21 +247,17 @@ def test_services_reach_their_pods() -> None:
         assert service["spec"]["ports"][0]["targetPort"] in ports
 
 
-def test_the_proxy_takes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proxy_takes_its_options() -> None:
     (container,) = named("Deployment")["llm-proxy"]["spec"]["template"]["spec"]["containers"]
     command = [*container["command"], *container["args"]]
     assert command[0] == "kvxfer"
-    asked: list[ProxySettings] = []
-
-    def run_proxy(settings: ProxySettings, log_level: str) -> int:
-        asked.append(settings)
-        return signal.SIGTERM  # as it was told to end
-
-    monkeypatch.setattr("kvxfer.cli.proxy.run_proxy", run_proxy)
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit):
-        app.main()
-    (settings,) = asked
+    options = ProxyOptions(**options_of(command[1:]))
+    settings = ProxySettings(
+        prefill=parse_engines(Side.PREFILL, options.prefill),
+        decode=parse_engines(Side.DECODE, options.decode),
+        port=parse_address("--listen", options.listen, everywhere=True).port,
+    )
+    assert settings.port in {port["containerPort"] for port in container["ports"]}
     services = {
         f"http://{name}:{each['spec']['ports'][0]['port']}"
         for name, each in named("Service").items()

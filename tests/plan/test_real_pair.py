@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -13,12 +14,12 @@ from msgspec.structs import replace
 from kvxfer.cache.specs import ceil_div
 from kvxfer.plan.geometry import Geometry, make_manifest
 from kvxfer.plan.transfer_plan import Cut, Refusal, TransferPlan, plan_transfer
-from kvxfer.transfer.costs import WireCosts
-from kvxfer.transfer.manifest import EngineManifest
+from kvxfer.transfer.costs import Staging, WireCosts
+from kvxfer.transfer.manifest import EngineManifest, RankManifest
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transports import shm_direct
-from kvxfer.transports.base import ReadRequest, Trial
-from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
+from kvxfer.transports.base import ReadRequest, TransferKey, Trial
+from kvxfer.transports.copy_thread import CopyJob
 from kvxfer.transports.launches import Launches
 from kvxfer.transports.pipe import CHUNK_S
 from kvxfer.transports.shm_direct import ShmSink
@@ -28,6 +29,7 @@ from tests.builders import EngineShape
 from tests.connector import rig
 from tests.connector.conftest import stand_in_for_gpus  # noqa: F401  # autouse
 from tests.connector.rig import PATIENT, Engine, Table, until
+from tests.wires import pipe_of, run_pieces, use_sink, use_source
 
 NUM_TOKENS = 300
 SMALL = Geometry(layers=6, kv_heads=4, head_dim=64, device="cpu")
@@ -97,55 +99,51 @@ def load(giver: Engine, taker: Engine) -> None:
 
 
 class Seen:
-    """What the wires are asked for and do."""
+    """What the wires are asked for and do, of engines that are made after it."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, plan: TransferPlan | Refusal) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, costs: WireCosts) -> None:
+        """``costs``: what a trial of ``zmq`` measures."""
+        seen = self
         self.requests: dict[tuple[str, str], ReadRequest] = {}
         self.staging: dict[str, tuple[int, int]] = {}
         self.num_sent: Counter[tuple[str, str]] = Counter()
-        self.num_jobs = self.num_launches = 0
-        for kind, name in (
-            (ShmSink, "submit_read"),
-            (CudaIpcSink, "submit_read"),
-            (StreamSink, "submit_expect"),
-        ):
-            self._watch(patch, kind, name, self._note_request)
-        self._watch(patch, StreamSource, "send_packed", self._note_chunk)
-        self._watch(patch, StreamSink, "attach", self._note_staging)
-        spans = shm_direct.job_spans
+        self.num_jobs = 0
 
-        def counted_spans(*arguments: Any) -> Iterator[tuple[int, int]]:
-            for span in spans(*arguments):
-                self.num_jobs += 1
-                yield span
+        class Shm(ShmSink):
+            def submit_read(self, request: ReadRequest) -> None:
+                seen.note(request)
+                super().submit_read(request)
 
-        patch.setattr(shm_direct, "job_spans", counted_spans)
-        self._watch(patch, Launches, "add", self._note_launch)
-        if isinstance(plan, TransferPlan):  # a trial that measures what the plan takes for measured
-            costs = {w.wire: w.figures for w in plan.wires}["zmq"]
-            trial = Trial(WireCosts(costs.latency_s, CHUNK_S, costs.bytes_per_s))
-            patch.setattr(StreamSink, "trial", lambda *_: trial)
+        class Sink(StreamSink):
+            def trial(self, *_: object) -> Trial:
+                return Trial(costs)
 
-    def _watch(self, patch: pytest.MonkeyPatch, kind: type, name: str, note: Any) -> None:
-        inner = vars(kind)[name]
+            def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
+                assert staging is not None
+                seen.staging[str(source.rank)] = (staging.num_slots, staging.slot_nbytes)
+                super().attach(source, staging)
 
-        def noted(wire: Any, *arguments: Any) -> Any:
-            note(*arguments)
-            return inner(wire, *arguments)
+            def submit_expect(self, request: ReadRequest) -> None:
+                seen.note(request)
+                super().submit_expect(request)
 
-        patch.setattr(kind, name, noted)
+        class Source(StreamSource):
+            def send_packed(self, key: TransferKey, sequence: int) -> None:
+                seen.num_sent[key.source_rank, key.sink_rank] += 1
+                super().send_packed(key, sequence)
 
-    def _note_request(self, request: ReadRequest) -> None:
+        use_sink(patch, "shm", Shm)
+        use_sink(patch, "zmq", partial(Sink, pipe_of("zmq")))
+        use_source(patch, "zmq", partial(Source, pipe_of("zmq")))
+        run_pieces(patch, "shm", self._run)
+
+    def note(self, request: ReadRequest) -> None:
         self.requests[request.key.source_rank, request.key.sink_rank] = request
 
-    def _note_launch(self, *_: object) -> None:
-        self.num_launches += 1
-
-    def _note_chunk(self, key: Any, sequence: int) -> None:
-        self.num_sent[key.source_rank, key.sink_rank] += 1
-
-    def _note_staging(self, source: Any, staging: Any) -> None:
-        self.staging[str(source.rank)] = (staging.num_slots, staging.slot_nbytes)
+    def _run(self, job: CopyJob) -> bool:
+        was_piece = job.run()  # there is a look for another behind the last one
+        self.num_jobs += was_piece
+        return was_piece
 
 
 def regions_of(plan: TransferPlan) -> Counter[tuple[object, ...]]:
@@ -177,7 +175,9 @@ def test_what_is_planned_is_what_moves(
     monkeypatch.setattr(shm_direct, "JOB_NBYTES", 200_000)  # more than one job
     plan = plan_transfer(*PAIRS[name], NUM_TOKENS)
     assert isinstance(plan, TransferPlan)
-    seen = Seen(monkeypatch, plan)
+    measured = {each.wire: each.figures for each in plan.wires}["zmq"]
+    costs = WireCosts(measured.latency_s, CHUNK_S, measured.bytes_per_s)
+    seen = Seen(monkeypatch, costs)
     with engines(*PAIRS[name], wire, monkeypatch) as (giver, taker):
         load(giver, taker)
         assert taker.reasons("d") == {None}
@@ -209,12 +209,19 @@ def test_launches_are_those_of_the_wire_between_gpus(monkeypatch: pytest.MonkeyP
     on_gpus = [replace(each, device="cuda") for each in (source, sink)]
     plan = plan_transfer(on_gpus[0], on_gpus[1], NUM_TOKENS)
     assert isinstance(plan, TransferPlan)
-    seen = Seen(monkeypatch, Refusal(reason=""))
+    launched: list[object] = []
+    add = Launches.add
+
+    def note(launches: Launches[Any], *args: Any) -> None:
+        launched.append(args)
+        add(launches, *args)
+
+    monkeypatch.setattr(Launches, "add", note)
     with engines(source, sink, "cuda_ipc", monkeypatch) as (giver, taker):
         load(giver, taker)
         assert taker.reasons("d") == {None}
     (planned,) = (each for each in plan.wires if each.wire == "cuda_ipc")
-    assert seen.num_launches == sum(cut.num_pieces for cut in planned.cuts) == 3
+    assert len(launched) == sum(cut.num_pieces for cut in planned.cuts) == 3
 
 
 REFUSED = {

@@ -178,7 +178,7 @@ class Pair:
 
         thread = threading.Thread(target=run)
         thread.start()
-        self.until(lambda: not thread.is_alive(), 2 * timeout_s)
+        self.until(lambda: not thread.is_alive(), timeout_s + 30.0)  # it may be late, not for ever
         thread.join()
         if isinstance(results[0], TransportUnavailable):
             raise results[0]

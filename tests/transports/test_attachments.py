@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,8 +15,9 @@ import zmq
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.testing.cases import POOL_NBYTES
+from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import stream_connections, stream_source
+from kvxfer.transports import stream_source
 from kvxfer.transports.base import (
     TRIAL_NBYTES,
     TRIAL_SMALL_NBYTES,
@@ -28,9 +31,16 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.channel import Socket
 from kvxfer.transports.pipe import Slots
-from kvxfer.transports.stream_connections import MAX_TRIALS
+from kvxfer.transports.stream_connections import (
+    MAX_EXPECTED,
+    MAX_STAGING_NBYTES,
+    MAX_TRIAL_NBYTES,
+    MAX_TRIALS,
+    TRIAL_S,
+)
 from kvxfer.transports.stream_machine import SourceSlot
 from kvxfer.transports.stream_wire import (
+    FRAME_MAX_NBYTES,
     AskTrial,
     Attached,
     ChunkHeader,
@@ -281,16 +291,17 @@ def test_a_trial_waits_for_its_slot(pair: Pair, clients: list[Client]) -> None:
 
 
 def test_announced_reads_of_a_connection_are_bounded_oldest_first(
-    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, clients: list[Client]
 ) -> None:
-    monkeypatch.setattr(stream_connections, "MAX_EXPECTED", 3)
-    clients.append(Client(pair, ATTACH, *[expect_of(key_of(n)) for n in (1, 2, 3, 3, 4, 5)]))
+    last = MAX_EXPECTED + 2
+    numbers = [*range(1, MAX_EXPECTED + 1), MAX_EXPECTED, MAX_EXPECTED + 1, last]
+    clients.append(Client(pair, ATTACH, *[expect_of(key_of(n)) for n in numbers]))
     pair.until(lambda: pair.source.counts["expected_too_much"] == 2)
-    known = [n for n in range(1, 6) if connections_of(pair).of_read(_name(n)) is not None]
-    assert known == [3, 4, 5]
+    of_read = connections_of(pair).of_read
+    assert [n for n in numbers if of_read(_name(n)) is None] == [1, 2]
     clients[0].socket.close()
     pair.until(lambda: not len(connections_of(pair)))
-    assert connections_of(pair).of_read(_name(5)) is None
+    assert of_read(_name(last)) is None
 
 
 def test_reads_that_ended_are_forgotten(pair: Pair) -> None:
@@ -418,14 +429,14 @@ def _staging_nbytes(pair: Pair) -> int:
 
 
 def test_trials_that_are_never_credited_take_a_small_part_and_hinder_no_other(
-    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, clients: list[Client]
 ) -> None:
-    most_nbytes = 3 * TRIAL.num_slots * TRIAL.slot_nbytes
-    monkeypatch.setattr(stream_source, "MAX_TRIAL_NBYTES", most_nbytes)
-    for _ in range(10):
-        clients.append(Client(pair, TRIAL, AskTrial(TRIAL_NBYTES)))
+    num_room, rest = divmod(MAX_TRIAL_NBYTES, TRIAL.num_slots * TRIAL.slot_nbytes)
+    assert not rest
+    for _ in range(num_room + 7):
+        clients.append(Client(pair, TRIAL, AskTrial(TRIAL_SMALL_NBYTES)))
     pair.until(lambda: pair.source.counts["sent_away"] == 7)
-    assert _staging_nbytes(pair) == most_nbytes
+    assert _staging_nbytes(pair) == MAX_TRIAL_NBYTES
     assert pair.trial().costs.bytes_per_s > 0
     pair.sink.attach(pair.manifest)
     pair.start(key_of(1), a_move())
@@ -438,10 +449,13 @@ def test_trials_that_are_never_credited_take_a_small_part_and_hinder_no_other(
 def test_a_trial_has_an_end(
     pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_source, "TRIAL_S", 0.0)
     clients.append(Client(pair, ATTACH))
     clients.append(Client(pair, TRIAL, AskTrial(TRIAL_NBYTES)))
     pair.until(lambda: len(connections_of(pair)) == 2 and _staging_nbytes(pair) > 0)
+    pair.source.inspect()
+    assert [each.is_trial for each in connections_of(pair).all()] == [False, True]
+    late_s = time.monotonic() + TRIAL_S
+    monkeypatch.setattr(stream_source, "time", SimpleNamespace(monotonic=lambda: late_s))
     pair.source.inspect()
     assert [each.is_trial for each in connections_of(pair).all()] == [False]
     assert clients[1].socket.poll(5000)
@@ -466,20 +480,21 @@ def test_who_attached_for_transfers_gets_no_trial(pair: Pair, clients: list[Clie
     assert _staging_nbytes(pair) == 0
 
 
-def test_staging_that_is_never_credited_comes_back_for_others(
-    clients: list[Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also that of a sink which has named a transfer's nonce."""
-    pair = Pair(msgspec.structs.replace(ZMQ, pull_timeout_s=0.2))
+def test_staging_that_is_never_credited_comes_back_for_others(clients: list[Client]) -> None:
+    """Also that of a sink which has named a transfer's nonce; it has more than half of all."""
+    half_slots = MAX_STAGING_NBYTES // 2 // FRAME_MAX_NBYTES
+    num_slots = half_slots + 1
+    slots = {"staging_slots": num_slots, "staging_nbytes": MAX_STAGING_NBYTES}
+    pair = Pair(msgspec.structs.replace(ZMQ, pull_timeout_s=0.2, **slots))
+    attach = msgspec.structs.replace(ATTACH, num_slots=num_slots, slot_nbytes=FRAME_MAX_NBYTES)
     try:
-        monkeypatch.setattr(stream_source, "MAX_STAGING_NBYTES", ATTACH.num_slots * (6 << 20))
-        clients.append(Client(pair, ATTACH, expect_of(key_of(1))))
-        pair.source.submit_send(send_request(key_of(1), a_move()))
+        clients.append(Client(pair, attach, expect_of(key_of(1))))
+        pair.source.submit_send(replace(send_request(key_of(1), a_move()), chunk_nbytes=128))
         pair.until(lambda: clients[0].chunks() > 0)
         (silent,) = connections_of(pair).all()
-        pair.until(lambda: silent.table.num[SourceSlot.IN_FLIGHT] == ATTACH.num_slots)
+        pair.until(lambda: silent.table.num[SourceSlot.IN_FLIGHT] == num_slots)
         _rest(pair, 0.3)
-        pair.sink.attach(pair.manifest)
+        pair.sink.attach(pair.manifest, Staging(half_slots, FRAME_MAX_NBYTES, None))
         pair.start(key_of(2), a_move())
         assert isinstance(pair.end(key_of(2)), ReadDone)
         assert silent.is_lost

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +23,6 @@ from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import launches, stream_source, stream_trial
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -33,15 +34,14 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyThread
-from kvxfer.transports.launches import Launches
-from kvxfer.transports.pipe import Pipe, Slots
-from kvxfer.transports.stream_connections import Admission
+from kvxfer.transports.pipe import CHUNK_S, Pipe
 from kvxfer.transports.stream_packing import LEAST_BOUNCES, DevicePacker, make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import Attach
+from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
+from tests.spoken import watch_dealers
 from tests.transports.host_gpu import HostGpu
 from tests.transports.pair import (
     ZMQ,
@@ -180,20 +180,17 @@ def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
 ) -> None:
     attached: list[tuple[int, int]] = []
     asked: list[int] = []
-    admit, check = Admission.admit, stream_trial.trial_slot
 
-    def seen_admit(self: Admission, message: Attach, num_streams: int) -> Slots:
-        attached.append((message.num_slots, message.slot_nbytes))
-        return admit(self, message, num_streams)
-
-    def seen_check(connection: Any, nbytes: int) -> int | None:
-        asked.append(nbytes)
-        return check(connection, nbytes)
+    def say(_: object, frame: bytes) -> None:
+        message = decode_to_source(memoryview(frame))
+        if isinstance(message, Attach):
+            attached.append((message.num_slots, message.slot_nbytes))
+        if isinstance(message, AskTrial):
+            asked.append(message.nbytes)
 
     with _pair(quick_packer, monkeypatch) as pair:
         pair.until(lambda: bool(len(connections_of(pair))))  # the sink is attached
-        monkeypatch.setattr(Admission, "admit", seen_admit)
-        monkeypatch.setattr(stream_source, "trial_slot", seen_check)
+        watch_dealers(monkeypatch, lambda *_: None, say)
         # Both are in host memory; they and the manifest say otherwise
         on_device = SimpleNamespace(device=torch.device(sink_type))
         monkeypatch.setattr(pair.sink, "_memory", on_device)
@@ -203,7 +200,9 @@ def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
             for each in pair.manifest.memories
         )
         pair.manifest = msgspec.structs.replace(pair.manifest, memories=memories)
-        assert pair.trial(10.0).costs.bytes_per_s > 0
+        costs = pair.trial(10.0).costs
+        assert costs.bytes_per_s > 0
+        assert costs.message_s == CHUNK_S * (1 if {source_type, sink_type} == {"cpu"} else 4)
     assert attached == [(2, large_nbytes)]
     assert set(asked) == {large_nbytes, 64 << 10}
 
@@ -272,36 +271,35 @@ def test_many_transfers_leave_no_buffer_behind(kernel_pair: Pair, reaches_host: 
 
 
 class Gate:
-    """An event of a GPU that takes its time, or fails."""
+    """An event of a GPU that takes its time, or fails. ``seen_by``: the threads that looked."""
 
-    def __init__(self) -> None:
-        self.is_open = False
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.is_open = is_open
         self.error: RuntimeError | None = None
+        self.seen_by: set[threading.Thread] = set()
 
     def query(self) -> bool:
+        self.seen_by.add(threading.current_thread())
         if self.error is not None:
             raise self.error
         return self.is_open
 
     def synchronize(self) -> None:
-        if self.error is not None:
-            raise self.error
-        self.is_open = True
+        while not self.query():
+            time.sleep(0.001)
 
 
-def _held(monkeypatch: pytest.MonkeyPatch, method: str) -> list[Gate]:
-    """What the copier launches from now on is over when the test says so."""
+def _held(monkeypatch: pytest.MonkeyPatch, method: str, *, is_open: bool = False) -> list[Gate]:
+    """What the copier launches from now on is over when the test says so, or at once."""
     gates: list[Gate] = []
     inner = getattr(HostCopier, method)
 
     def launch(*args: Any, **kwargs: Any) -> Launched:
         launched = inner(*args, **kwargs)
-        gates.append(Gate())
+        gates.append(Gate(is_open=is_open))
         return Launched(gates[-1], launched.nbytes)
 
     monkeypatch.setattr(HostCopier, method, launch)
-    # The waiting thread would wait for the gates
-    monkeypatch.setattr(Launches, "expect", lambda self: None)
     return gates
 
 
@@ -378,7 +376,8 @@ def test_a_gpu_that_fails_ends_everything_that_it_was_to_do(
     for number in (1, 2):
         pair.start(key_of(number), a_move(number))
     pair.until(lambda: len(gates) == 4)
-    gates[0].error = RuntimeError("an illegal memory access")
+    for gate in gates:
+        gate.error = RuntimeError("an illegal memory access")
     for number in (1, 2):
         end = pair.end(key_of(number))
         assert isinstance(end, ReadBroke)
@@ -411,32 +410,24 @@ def test_the_pool_is_written_behind_what_the_engine_still_does(
 def test_only_what_is_not_over_soon_is_waited_for_by_a_thread(
     pair: Pair, reaches_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected: list[object] = []
-    monkeypatch.setattr(
-        launches._Waiter, "expect", lambda self, flight: expected.append(flight.event)
-    )
-    monkeypatch.setattr(launches, "FIRST_BYTES_PER_S", 1e3)  # nothing is due for seconds
+    packed = _held(monkeypatch, "pack", is_open=True)
+    unpacked = _held(monkeypatch, "unpack", is_open=True)
     pair.start(key_of(1), a_move())
     assert isinstance(pair.end(key_of(1)), ReadDone)
-    assert expected == []
-    gates: list[Gate] = []
-    inner = HostCopier.pack
-
-    def late(*args: Any, **kwargs: Any) -> Launched:
-        gates.append(Gate())
-        return Launched(gates[-1], inner(*args, **kwargs).nbytes)
-
-    monkeypatch.setattr(HostCopier, "pack", late)
+    pair.until(lambda: pair.said_kind(Sent, key_of(1)))
+    monkeypatch.undo()
+    late = _held(monkeypatch, "pack")
     pair.start(key_of(2), a_move(2))
-    pair.until(lambda: len(gates) == 4)
-    for _ in range(5):
-        pair.turn()
-    assert expected == gates
+    pair.until(lambda: len(late) == 4)
     pair.source.stop_send(key_of(2))
     pair.sink.stop_read(key_of(2))
-    for gate in gates:
+    own = threading.current_thread()
+    for gate in late:  # one after the other: they are on one stream
+        pair.until(lambda: gate.seen_by - {own} != set())  # noqa: B023
         gate.is_open = True
     pair.until(lambda: pair.said_kind(SendStopped, key_of(2)))
+    # A thread that was to look at one of these has by now: it looks in turn
+    assert {thread for gate in packed + unpacked for thread in gate.seen_by} == {own}
 
 
 def test_what_is_packed_leaves_before_more_is_packed(

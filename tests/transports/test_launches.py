@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,9 +35,11 @@ class Doubtful:
 
     def __init__(self) -> None:
         self.is_over = self.is_waited_for = False
+        self.num_queries = 0
         self.error: RuntimeError | None = None
 
     def query(self) -> bool:
+        self.num_queries += 1
         if self.error is not None:
             raise self.error
         return self.is_over
@@ -188,13 +192,15 @@ def test_a_key_is_used_once(stage: Stage) -> None:
 def test_a_look_notes_what_is_over_and_leaves_the_rest_to_poll(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Launches, "land_close", lambda *_: pytest.fail("waited for a moment"))
-    monkeypatch.setattr(Launches, "expect", lambda *_: pytest.fail("woke a thread"))
+    # Who waits for a moment looks at this clock until it has gone by
+    clock = SimpleNamespace(perf_counter=count(0.0, CLOSE_S / 10).__next__, sleep=time.sleep)
+    monkeypatch.setattr(module, "time", clock)
     stage.pair.num_wakes()  # until now
     assert stage.sink.is_idle
     stage.read(1)
     assert (len(stage.events), stage.pair.num_wakes(), stage.sink.is_idle) == (2, 1, False)
     assert stage.sink.look() == []
+    assert stage.events[0].num_queries == 1
     assert stage.pair.num_wakes() == 0  # nothing more was launched
     stage.events[0].is_over = True
     assert stage.sink.look() == [Progress(key_of(1), 100)]
@@ -202,6 +208,8 @@ def test_a_look_notes_what_is_over_and_leaves_the_rest_to_poll(
     stage.events[1].is_over = stage.events[2].is_over = True
     assert stage.sink.look()[-1] == ReadDone(key_of(1), 300, certified=False)
     assert (stage.pair.num_wakes(), stage.sink.is_idle) == (0, True)
+    stage.close()  # its thread has waited for whatever it was given
+    assert not any(event.is_waited_for for event in stage.events)
 
 
 def test_a_look_sees_that_the_gpu_has_failed(stage: Stage) -> None:

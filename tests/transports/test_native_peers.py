@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +25,6 @@ from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports import native_peers, stream_sink
 from kvxfer.transports.base import PeerGone, ReadDone
 from kvxfer.transports.channel import bind_unix
 from kvxfer.transports.guard import nearest_endpoint, unix_endpoint
@@ -41,6 +42,7 @@ from kvxfer.transports.stream_wire import (
     encode,
 )
 from tests.helpers import needs_nixl, needs_ucxx, run_pair
+from tests.machine import RDMA, put
 from tests.transports.pair import CONFIG, Pair, a_move, key_of
 
 WIRES = [pytest.param("ucx", marks=needs_ucxx), pytest.param("nixl", marks=needs_nixl)]
@@ -224,6 +226,19 @@ def _hostile_source(channel: Connection, wire: str) -> None:
     context.term()
 
 
+def _be_there_at_first(patch: pytest.MonkeyPatch) -> None:
+    """Who looks for a Unix socket finds one of this user, and who looks again does not."""
+    connect, is_there = socket.socket.connect, cycle((True, False))
+    own = struct.pack("3i", os.getpid(), os.geteuid(), os.getegid())
+
+    def connect_at_first(sock: socket.socket, address: Any) -> None:
+        if sock.family != socket.AF_UNIX or not next(is_there):
+            connect(sock, address)
+
+    patch.setattr(socket.socket, "connect", connect_at_first)
+    patch.setattr(socket.socket, "getsockopt", lambda *_: own)
+
+
 def _meet(channel: Connection, wire: str) -> None:
     pair = Pair(config_of(wire))
 
@@ -243,7 +258,7 @@ def _meet(channel: Connection, wire: str) -> None:
         pair.sink.trial(manifest, 5.0)
     # He whose socket was found has gone since, and another one has come
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream_sink, "nearest_endpoint", unix_endpoint)
+        _be_there_at_first(patch)
         attach_all(manifest, num_addresses)
     channel.send("next")
     _, num_addresses = channel.recv()
@@ -292,8 +307,9 @@ def listening() -> set[str]:
 
 def _listen(channel: Connection, wire: str) -> None:
     for settings, rdma in iter(channel.recv, None):
-        native_peers.RDMA_DEVICES = Path(rdma)
-        channel.send(_listening_while_reading(config_of(wire, **settings)))
+        with pytest.MonkeyPatch.context() as patch:
+            put(patch, RDMA, Path(rdma))
+            channel.send(_listening_while_reading(config_of(wire, **settings)))
         gc.collect()  # objects of ucxx end with it
         assert not any(name.startswith("UCX_") for name in os.environ)
 
@@ -355,7 +371,7 @@ def test_every_listener_stands_where_host_says(wire: str, tmp_path: Path) -> Non
 def test_devices_of_a_trusted_network(
     host: str, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(native_peers, "RDMA_DEVICES", tmp_path)
+    put(monkeypatch, RDMA, tmp_path)
     assert net_devices(Config(host=host, trust_network=True)) == devices
     assert net_devices(Config(host=host)) == ("lo",)
 
@@ -368,7 +384,7 @@ def test_the_variable_of_ucx_takes_precedence(monkeypatch: pytest.MonkeyPatch) -
 def test_no_more_devices_than_ucx_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for number in range(70):
         (tmp_path / f"mlx5_{number}" / "ports" / "1").mkdir(parents=True)
-    monkeypatch.setattr(native_peers, "RDMA_DEVICES", tmp_path)
+    put(monkeypatch, RDMA, tmp_path)
     assert len(net_devices(Config(host="lo", trust_network=True))) == 64
 
 

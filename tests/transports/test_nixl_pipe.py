@@ -12,6 +12,7 @@ from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from kvxfer.transports import nixl_pipe
 from kvxfer.transports.base import Wake
 from kvxfer.transports.native_peers import LOOPBACK
 from kvxfer.transports.nixl_agent import NixlAgent, Operation
-from kvxfer.transports.nixl_pipe import GO, End, NixlPipe
+from kvxfer.transports.nixl_pipe import GO, NixlPipe
 from kvxfer.transports.pipe import PipeBroken, SinkLane, Slots, SourceLane
 from kvxfer.transports.wake_up import Alarm
 from tests.helpers import needs_nixl, run_pair
@@ -271,31 +272,28 @@ def test_peer_can_be_met_again_and_again(two: Two) -> None:
 
 
 def test_close_of_a_pipe_closes_its_lanes(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[End] = []
-    monkeypatch.setattr(nixl_pipe, "_quarantine", kept)
-    monkeypatch.setattr(nixl_pipe, "CLOSE_S", 5.0)
     giver, taker = two.open()
     two.move(giver, taker, 0, 4096, 3)
-    begin_s = time.monotonic()
+    num_kept, begin_s = len(nixl_pipe._quarantine), time.monotonic()
+    # A clock that stands: it is waited for as long as it takes
+    clock = SimpleNamespace(monotonic=lambda: begin_s, sleep=time.sleep)
+    monkeypatch.setattr(nixl_pipe, "time", clock)
     two.close()
     two.close()
     assert time.monotonic() - begin_s < 4
-    assert not kept
+    assert len(nixl_pipe._quarantine) == num_kept
 
 
 @needs_nixl
-def test_staging_that_a_living_source_may_write_outlives_the_pipe(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(nixl_pipe, "CLOSE_S", 0.05)
-    kept: list[End] = []
-    monkeypatch.setattr(nixl_pipe, "_quarantine", kept)
+def test_staging_that_a_living_source_may_write_outlives_the_pipe() -> None:
+    num_kept = len(nixl_pipe._quarantine)
     two = Two("WRITE")
     giver, taker = two.open()
     two.move(giver, taker, 0, 8, 1)
     num_threads = len(os.listdir("/proc/self/task"))
     two.sink.close()
-    assert [end.staging.slots for end in kept] == [SLOTS]
+    assert [end.staging.slots for end in nixl_pipe._quarantine[num_kept:]] == [SLOTS]
+    del nixl_pipe._quarantine[num_kept:]
     assert len(os.listdir("/proc/self/task")) < num_threads  # but no agent does
     giver.close()
     two.source.close()

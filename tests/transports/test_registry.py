@@ -16,9 +16,9 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, TransportUnavailable
-from kvxfer.transports import registry
 from kvxfer.transports.base import LocalMemory, SendingSource, SourceTransport
 from kvxfer.transports.registry import data_endpoints, published_infos
+from tests.machine import RDMA, put
 from tests.transports.pair import CONFIG
 from tests.transports.worker import Worker
 from tests.wires import use_source
@@ -75,7 +75,7 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     for name in ("ucx", "nixl"):
         use_source(monkeypatch, name, make(name))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "ucxx" or None)
-    monkeypatch.setattr(registry, "RDMA_DEVICES", tmp_path / "infiniband")
+    put(monkeypatch, RDMA, tmp_path / "infiniband")
 
     def names(*, is_trusted: bool = True) -> list[str]:
         made.clear()

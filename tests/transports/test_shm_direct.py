@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import pytest
 
-from kvxfer.tensors.strided_copy import strided_copy
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import shm_direct
 from kvxfer.transports.base import Progress, ReadBroke, ReadStopped
+from kvxfer.transports.copy_thread import CopyJob
 from tests.transports.pair import CONFIG, Pair, a_move, key_of
+from tests.wires import run_pieces
 
 SHM = msgspec.structs.replace(CONFIG, transport="shm")
 
 
 class HeldCopy:
-    """The copy of a read, a sink block a piece: the second piece waits until it is let go."""
+    """The copy of a read, after which there would be three more pieces: the second one waits until
+    it is let go.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
         self.num_begun = self.num_ended = 0
-        self._copy = strided_copy
-        monkeypatch.setattr(shm_direct, "JOB_NBYTES", 1)
-        monkeypatch.setattr(shm_direct, "strided_copy", self)
+        run_pieces(monkeypatch, "shm", self.run)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> int:
+    def run(self, job: CopyJob) -> bool:
         self.num_begun += 1
+        job.run()
         if self.num_begun == 2:
             self.entered.set()
             assert self.opened.wait(60)
-        nbytes = self._copy(*args, **kwargs)
         self.num_ended += 1
-        return nbytes
+        return self.num_begun < 4
 
 
 @pytest.fixture

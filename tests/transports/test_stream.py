@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors import strided_copy
 from kvxfer.testing.cases import CASES, make_move
 from kvxfer.testing.peers import PiecesJob
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import stream_packing, stream_source
 from kvxfer.transports.base import (
     TRIAL_NBYTES,
     LocalMemory,
@@ -34,9 +32,12 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
-from kvxfer.transports.pipe import SourceLane
+from kvxfer.transports.copy_thread import CopyJob
+from kvxfer.transports.pipe import Slots, SourceLane
+from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
+    FRAME_MAX_NBYTES,
     AskTrial,
     Attach,
     Attached,
@@ -49,6 +50,7 @@ from kvxfer.transports.stream_wire import (
     encode,
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
+from tests.copies import HeldPieces, is_pack, is_unpack
 from tests.spoken import watch_frames
 from tests.transports.pair import (
     ATTACH,
@@ -62,6 +64,7 @@ from tests.transports.pair import (
     read_request,
     send_request,
 )
+from tests.wires import run_pieces, use_source
 
 
 def test_a_wire_is_idle_until_it_has_something_to_say_or_can_be_read(pair: Pair) -> None:
@@ -93,18 +96,28 @@ def test_a_wire_is_idle_until_it_has_something_to_say_or_can_be_read(pair: Pair)
     pair.until(lambda: source.is_idle and sink.is_idle)
 
 
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[SourceLane]:
+    """The lanes that the source of a pair has closed that is made after it."""
+    lanes: list[SourceLane] = []
+
+    class Lane(ZmqSourceLane):
+        def close(self) -> None:
+            lanes.append(self)
+            super().close()
+
+    class Noting(ZmqPipe):
+        def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
+            return Lane(slots, None)
+
+    use_source(monkeypatch, "zmq", partial(StreamSource, lambda *_: Noting()))
+    return lanes
+
+
 def test_a_source_is_not_idle_while_it_fills_the_slot_of_a_trial_that_has_gone(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    closed: list[SourceLane], pair: Pair
 ) -> None:
     source, gate = pair.source, threading.Event()
-    closed: list[SourceLane] = []
-    inner = ZmqSourceLane.close
-
-    def close(lane: ZmqSourceLane) -> None:
-        closed.append(lane)
-        inner(lane)
-
-    monkeypatch.setattr(ZmqSourceLane, "close", close)
 
     def hold() -> Iterator[None]:
         gate.wait(10)
@@ -269,9 +282,20 @@ def test_a_packed_slot_is_not_freed_by_a_credit(pair: Pair) -> None:
         assert sum(isinstance(c, Packed) for c in pair.said) == 4
 
 
-def test_staging_of_all_sinks_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def wide() -> Iterator[Pair]:
+    """Its source gives a sink half of all staging; memory is taken for what is packed only."""
+    slots = {"staging_slots": MAX_STAGING_NBYTES // 2 // FRAME_MAX_NBYTES}
+    pair = Pair(msgspec.structs.replace(ZMQ, staging_nbytes=MAX_STAGING_NBYTES // 2, **slots))
+    yield pair
+    pair.close()
+
+
+def test_staging_of_all_sinks_is_bounded(wide: Pair) -> None:
     """Room for two connections: idle ones go, busy ones stay."""
-    monkeypatch.setattr(stream_source, "MAX_STAGING_NBYTES", 2 * 4 * (4 << 20))
+    pair = wide
+    num_slots = MAX_STAGING_NBYTES // 2 // FRAME_MAX_NBYTES
+    attach = msgspec.structs.replace(ATTACH, num_slots=num_slots, slot_nbytes=FRAME_MAX_NBYTES)
     endpoint = pair.source.data_endpoint()
     assert endpoint is not None
     pair.hold = True
@@ -280,7 +304,7 @@ def test_staging_of_all_sinks_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyP
         for number, dealer in enumerate(dealers):
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.connect(endpoint)
-            dealer.send(encode(ATTACH))
+            dealer.send(encode(attach))
             dealer.send(encode(expect_of(key_of(number))))
             pair.source.submit_send(send_request(key_of(number), a_move()))
             if number == 0:  # it has staging, and nothing to do
@@ -290,7 +314,7 @@ def test_staging_of_all_sinks_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyP
             pair.until(lambda: pair.said_kind(ended, key_of(number)))  # noqa: B023
         assert pair.source.counts["sent_away"] == 1
         assert pair.source.counts["too_much_staging"] == 1
-        for number, sentence in ((0, b"idle"), (3, b"expected staging of at most 33554432")):
+        for number, sentence in ((0, b"idle"), (3, b"expected staging of at most 4294967296")):
             last = b""
             assert dealers[number].poll(2000)
             while dealers[number].poll(50):
@@ -319,11 +343,11 @@ def test_a_chunk_that_is_packed_at_once_leaves_before_the_next_is_begun(
     """Chunks of two transfers, on the IO thread itself: the wire has something to carry early."""
     order: list[str] = []
 
-    def noted(*args: Any) -> None:
-        order.append("pack")
-        strided_copy.gather(*args)
+    def noted(job: CopyJob) -> bool:
+        order.extend(["pack"] * is_pack(job))
+        return job.run()
 
-    monkeypatch.setattr(stream_packing, "gather", noted)
+    run_pieces(monkeypatch, "zmq", noted, at_once=True)
     watch_frames(monkeypatch, lambda frames: order.extend(["send"] * (len(frames) - 2)))
     pair = Pair(ZMQ, small_nbytes=64 << 20)
     try:
@@ -423,36 +447,30 @@ def test_a_stopped_send_gives_its_packed_buffers_back(pair: Pair) -> None:
     assert pair.source.counts["unknown_packed"] == 1
 
 
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> HeldPieces:
+    """What is unpacked by a pair that is made after it."""
+    return HeldPieces(monkeypatch, "zmq", is_unpack)
+
+
 def test_a_stopped_read_waits_for_the_scatter_that_runs_and_takes_no_more(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    held: HeldPieces, pair: Pair
 ) -> None:
-    entered, opened = threading.Event(), threading.Event()
-    scatter = strided_copy.scatter
-    num_scattered = 0
-
-    def slow(*args: Any) -> None:
-        nonlocal num_scattered
-        entered.set()
-        assert opened.wait(10)
-        scatter(*args)
-        num_scattered += 1
-
-    monkeypatch.setattr(stream_packing, "scatter", slow)
     # One process has one copy thread for both ends here, so everything is packed before it is kept.
     pair.sink.attach(pair.manifest)
     pair.hold = True
     pair.start(key_of(1), a_move())
     pair.until(lambda: sum(isinstance(c, Packed) for c in pair.said) == 4)
     pair.source.send_packed(key_of(1), 0)
-    pair.until(entered.is_set)
+    pair.until(held.has_begun.is_set)
     pair.sink.stop_read(key_of(1))
     for sequence in (1, 2, 3):
         pair.source.send_packed(key_of(1), sequence)
     pair.until(lambda: pair.sink.counts["unknown_key"] == 3)
     assert not any(isinstance(c, ReadStopped) for c in pair.seen)
-    opened.set()
+    held.may_end.set()
     assert isinstance(pair.end(key_of(1)), ReadStopped)
-    assert num_scattered == 1
+    assert held.num_ended == 1
 
 
 def test_a_new_attach_of_the_same_sink_ends_what_was_sent_to_the_old_one(pair: Pair) -> None:

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors import strided_copy
 from kvxfer.testing.cases import CASES, make_move
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import (
-    pipe,
-    stream_link,
-    stream_packing,
     stream_sink,
-    stream_source,
 )
 from kvxfer.transports.base import (
-    TRIAL_NBYTES,
     LocalMemory,
     Packed,
     PeerGone,
@@ -46,8 +41,12 @@ from kvxfer.transports.stream_wire import (
     Credit,
     ToSink,
     ToSource,
+    decode_to_sink,
+    decode_to_source,
     encode,
 )
+from tests.copies import HeldPieces, is_pack, is_unpack
+from tests.spoken import watch_dealers, watch_frames
 from tests.transports.memory_pipe import MemoryPipe, MemorySinkLane, MemorySourceLane, World
 from tests.transports.pair import (
     CONFIG,
@@ -145,15 +144,20 @@ def _all_announced(pair: Pair, world: World, *numbers: int) -> int:
     return num_chunks
 
 
-@pytest.mark.parametrize("turn_s", [60.0, 0.0])
+def clock_of(step_s: float) -> Any:
+    """It goes on by so much with each look at it."""
+    return SimpleNamespace(perf_counter=itertools.count(0.0, step_s).__next__)
+
+
+@pytest.mark.parametrize("step_s", [0.0, stream_sink.TURN_S])
 def test_chunks_that_follow_each_other_are_taken_in_one_turn_of_the_loop(
-    at_once: Pair, world: World, monkeypatch: pytest.MonkeyPatch, turn_s: float
+    at_once: Pair, world: World, monkeypatch: pytest.MonkeyPatch, step_s: float
 ) -> None:
     num_chunks = _all_announced(at_once, world, 1)
-    monkeypatch.setattr(stream_sink, "TURN_S", turn_s)
+    monkeypatch.setattr(stream_sink, "time", clock_of(step_s))
     monkeypatch.setattr(World, "move", _one_at_a_time)
     told = [type(each) for each in at_once.sink.poll()]
-    assert told == ([Progress] * (num_chunks - 1) + [ReadDone] if turn_s else [Progress])
+    assert told == ([Progress] if step_s else [Progress] * (num_chunks - 1) + [ReadDone])
 
 
 def test_an_announcement_does_not_wait_for_the_pipe_to_go_on(
@@ -174,7 +178,7 @@ def test_the_end_of_a_read_is_told_at_once(
     at_once: Pair, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_chunks = _all_announced(at_once, world, 1, 2)
-    monkeypatch.setattr(stream_sink, "TURN_S", 60.0)
+    monkeypatch.setattr(stream_sink, "time", clock_of(0.0))
     monkeypatch.setattr(World, "move", _one_at_a_time)
     polled = [at_once.sink.poll() for _ in range(2)]
     assert [type(told[-1]) for told in polled] == [ReadDone, ReadDone]
@@ -198,25 +202,26 @@ def test_announcements_and_credits_go_over_the_pipe_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[str] = []
-    encoded: list[str] = []
+    by_zmq: list[str] = []
 
     def carry(world: World, message: bytes, inbox: list[bytes]) -> bool:
         told.append(msgspec.msgpack.decode(message)["type"])
         inbox.append(message)
         return True
 
-    def counted(message: ToSource | ToSink) -> bytes:
-        encoded.append(type(message).__name__)
-        return encode(message)
+    def note(message: ToSource | ToSink) -> None:
+        by_zmq.append(type(message).__name__)
 
     monkeypatch.setattr(World, "carry", carry)
-    for module in (stream_source, stream_link):
-        monkeypatch.setattr(module, "encode", counted)
+    watch_frames(monkeypatch, lambda frames: note(decode_to_sink(memoryview(frames[-1]))))
+    watch_dealers(
+        monkeypatch, lambda *_: None, lambda _, frame: note(decode_to_source(memoryview(frame)))
+    )
     _works(pair, 2)
     pair.until(lambda: "credit" in told)
-    assert told.count("chunk") == encoded.count("ChunkHeader") > 1
-    assert told.count("credit") == encoded.count("Credit") >= 1
-    assert encoded.count("Expect") == 1  # over ZeroMQ
+    assert set(told) == {"chunk", "credit"}
+    assert told.count("chunk") > 1
+    assert by_zmq == ["Expect"]
 
 
 @pytest.mark.parametrize("message", [b"\xff", encode(Attach(3, 1)), encode(AskTrial(1)), b""])
@@ -390,15 +395,15 @@ def test_a_trial_measures_costs_and_leaves_nothing_open(pair: Pair, world: World
     assert world.num_pipes == 2
 
 
-@pytest.mark.parametrize("kinds", [{"cpu"}, {"cpu", "cuda"}, {"cuda"}])
-def test_a_chunk_costs_more_where_a_gpu_packs_or_unpacks(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, kinds: set[str]
-) -> None:
-    monkeypatch.setattr(stream_sink.StreamSink, "_device_types", lambda *_: kinds)
-    monkeypatch.setattr(pipe, "DEVICE_TRIAL_NBYTES", TRIAL_NBYTES)  # the source has no GPU
+@pytest.mark.parametrize("source", ["cpu", "cuda:1"])
+def test_a_chunk_costs_more_where_a_gpu_packs_or_unpacks(pair: Pair, source: str) -> None:
+    memories = tuple(
+        msgspec.structs.replace(each, device=source) for each in pair.manifest.memories
+    )
+    pair.manifest = msgspec.structs.replace(pair.manifest, memories=memories)
     costs = replace(pair.trial().costs, latency_s=1e-5, bytes_per_s=2e11)
-    assert costs.message_s == CHUNK_S * (1 if kinds == {"cpu"} else 4)
-    if kinds != {"cpu"}:
+    assert costs.message_s == CHUNK_S * (1 if source == "cpu" else 4)
+    if source != "cpu":
         # 128 tokens of Llama-3-8B, and 1024: chunks of 16 MiB and more
         nbytes = 128 << 17
         assert costs.chunk_nbytes(nbytes, 1, 64 << 20) >= nbytes
@@ -413,30 +418,28 @@ def test_a_trial_over_a_pipe_that_breaks_says_so(pair: Pair, world: World) -> No
     pair.until(lambda: world.num_open == 1)
 
 
-@pytest.mark.parametrize("copy", ["gather", "scatter"])
+@pytest.fixture(params=[is_pack, is_unpack])
+def held(
+    request: pytest.FixtureRequest, world: World, monkeypatch: pytest.MonkeyPatch
+) -> HeldPieces:
+    """What is packed, or unpacked, by a pair that is made after it."""
+    return HeldPieces(monkeypatch, "ucx", request.param)
+
+
 def test_a_lane_outlives_what_is_packed_and_unpacked_there(
-    pair: Pair, world: World, copy: str, monkeypatch: pytest.MonkeyPatch
+    held: HeldPieces, pair: Pair, world: World
 ) -> None:
-    entered, opened = threading.Event(), threading.Event()
-    inner = getattr(strided_copy, copy)
-
-    def slow(*args: Any) -> None:
-        entered.set()
-        assert opened.wait(10)
-        inner(*args)
-
-    monkeypatch.setattr(stream_packing, copy, slow)
     pair.start(key_of(1), a_move())
-    pair.until(entered.is_set)
+    pair.until(held.has_begun.is_set)
     assert world.num_open == 2
     pair.sink.detach(pair.manifest.control_endpoint)
-    if copy == "gather":
+    if held.is_held is is_pack:
         pair.until(lambda: world.num_open == 1)
-        opened.set()
+        held.may_end.set()
         pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
     else:
         assert world.num_open == 2
-        opened.set()
+        held.may_end.set()
     assert isinstance(pair.end(key_of(1)), ReadBroke)
     pair.until(lambda: world.num_open == 0)
 

@@ -13,14 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors import strided_copy
 from kvxfer.testing.cases import Move
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import stream_packing
 from kvxfer.transports.base import (
     PeerGone,
     ReadBroke,
@@ -42,6 +40,7 @@ from kvxfer.transports.stream_wire import (
     encode,
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe
+from tests.copies import HeldPieces, is_unpack
 from tests.transports.pair import (
     ATTACH,
     Pair,
@@ -50,18 +49,30 @@ from tests.transports.pair import (
     read_request,
     send_request,
 )
+from tests.wires import use_pipe
+
+
+class SmallOnGpus(ZmqPipe):
+    """Another pipe, which has less staging for memory of a GPU."""
+
+    @classmethod
+    def staging_size(cls, device_type: str) -> StagingSize:
+        is_host = device_type == "cpu"
+        return HOST_STAGING if is_host else StagingSize(16 << 20, 2 << 20, busy_slots=4)
+
+
+@pytest.fixture
+def small_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pair that is made after it."""
+    use_pipe(monkeypatch, "zmq", lambda *_: SmallOnGpus())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:3"])
 def test_staging_is_bounded_by_the_memory_of_both_sides(
-    device: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    small_on_gpus: None, pair: Pair, device: str
 ) -> None:
-    def staging_size(_: ZmqPipe, kind: str) -> StagingSize:
-        return HOST_STAGING if kind == "cpu" else StagingSize(16 << 20, 2 << 20, busy_slots=4)
-
     sink = pair.sink
     assert isinstance(sink, StreamSink)
-    monkeypatch.setattr(ZmqPipe, "staging_size", staging_size)
     memories = (MemoryInfo(device="cpu", nbytes=1), MemoryInfo(device=device, nbytes=1))
     bounds = sink.staging_bounds(msgspec.structs.replace(pair.manifest, memories=memories))
     sizes = bounds.nbytes, bounds.most_chunk_nbytes, bounds.busy_slots
@@ -237,20 +248,18 @@ def test_what_cannot_be_read_is_dropped_until_no_slot_may_be_left(
     assert PeerGone(pair.manifest.control_endpoint) in pair.seen
 
 
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> HeldPieces:
+    """What is unpacked by a pair that is made after it."""
+    return HeldPieces(monkeypatch, "zmq", is_unpack)
+
+
 def test_a_slot_is_the_source_s_again_only_with_its_credit(
-    pair: Pair, fake: FakeSource, monkeypatch: pytest.MonkeyPatch
+    held: HeldPieces, pair: Pair, fake: FakeSource
 ) -> None:
     identity = _attach(pair, fake)
     key, move = key_of(1), a_move()
     pair.sink.submit_expect(read_request(key, move, pair.manifest))
-    gate = threading.Event()
-    scatter = strided_copy.scatter
-
-    def slow(*args: Any) -> None:
-        assert gate.wait(10)
-        scatter(*args)
-
-    monkeypatch.setattr(stream_packing, "scatter", slow)
     good = _header(key, move)
     body = b"\x01" * good.nbytes
     for header in (good, msgspec.structs.replace(good, sequence=1, generation=1)):
@@ -258,7 +267,7 @@ def test_a_slot_is_the_source_s_again_only_with_its_credit(
     pair.until(lambda: pair.sink.counts["malformed"] == 1)
     fake.socket.send_multipart([identity, encode(good), body])  # announced before
     pair.until(lambda: pair.sink.counts["duplicate"] == 1)
-    gate.set()
+    held.may_end.set()
     pair.until(lambda: bool(pair.seen))
     pair.sink.stop_read(key)
     assert isinstance(pair.end(key), ReadStopped)

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from kvxfer.tensors.device_memory import Gpu
 from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import parallel, stream_link, stream_source
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -45,6 +44,7 @@ from kvxfer.transports.stream_machine import SlotEvent, SourceSlots
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
+    Attach,
     Attached,
     Credit,
     Join,
@@ -55,8 +55,9 @@ from kvxfer.transports.stream_wire import (
     encode,
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
-from tests.far_peers import use_tcp
-from tests.spoken import watch_frames
+from tests.far_peers import limit_descriptors, use_tcp
+from tests.machine import CPU_QUOTA, put
+from tests.spoken import change_frames, watch_dealers, watch_frames
 from tests.transports.pair import (
     ATTACH,
     ZMQ,
@@ -144,25 +145,17 @@ def test_credits_go_over_the_stream_that_was_heard_last(monkeypatch: pytest.Monk
     """A listener that is full ends the connection that has been silent longest: the streams that
     carry chunks must not be silent.
     """
-    heard: list[Dealer] = []
-    credited: list[tuple[Dealer, Dealer]] = []
-    receive, send = Dealer.receive, Dealer.send
+    heard: list[zmq.Socket[bytes]] = []
+    credited: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
 
-    def seen(dealer: Dealer) -> Iterator[list[zmq.Frame]]:
-        for frames in receive(dealer):
-            heard.append(dealer)
-            yield frames
-
-    def sent(dealer: Dealer, frame: bytes) -> bool:
+    def sent(dealer: zmq.Socket[bytes], frame: bytes) -> None:
         if isinstance(decode_to_source(memoryview(frame)), Credit):
             credited.append((dealer, heard[-1]))
-        return send(dealer, frame)
 
     with a_pair(4) as pair:
         until_joined(pair, 4)
-        monkeypatch.setattr(Dealer, "receive", seen)
-        monkeypatch.setattr(Dealer, "send", sent)
-        (first, *further), number = link_of(pair).dealers, 0
+        watch_dealers(monkeypatch, lambda dealer, _: heard.append(dealer), sent)
+        (first, *further), number = [each.socket for each in link_of(pair).dealers], 0
         while not {latest for _, latest in credited}.intersection(further):
             number += 1
             load(pair, number)
@@ -196,17 +189,26 @@ def test_streams_follow_the_cores_that_the_process_may_use(
     file = tmp_path / "cpu.max"
     if quota is not None:
         file.write_text(quota + "\n")
-    monkeypatch.setattr(parallel, "_CPU_QUOTA", file)
+    put(monkeypatch, CPU_QUOTA, file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert num_streams(Config()) == streams
     assert num_streams(Config(zmq_streams=3)) == 3
     assert 1 <= num_cores() <= cores
 
 
-@pytest.mark.parametrize("side", ["stream_connections", "stream_sink"])
-def test_further_streams_keep_no_sink_out(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for five of them the second connection has three streams and the third has one."""
-    monkeypatch.setattr(f"kvxfer.transports.{side}.most_further", lambda: 5)
+def test_further_streams_keep_no_sink_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for five of them the second connection has three streams and the third has one, of
+    which the sink asks for no more.
+    """
+    limit_descriptors(monkeypatch, ROOM_FOR_FIVE)
+    asked: list[int] = []
+
+    def say(_: object, frame: bytes) -> None:
+        message = decode_to_source(memoryview(frame))
+        if isinstance(message, Attach):
+            asked.append(message.num_streams)
+
+    watch_dealers(monkeypatch, lambda *_: None, say)
     with a_pair(4) as pair:
         until_joined(pair, 4)
         for number, want in ((2, 3), (3, 1)):
@@ -220,6 +222,11 @@ def test_further_streams_keep_no_sink_out(side: str, monkeypatch: pytest.MonkeyP
         pair.until(lambda: connections_of(pair).num_further == 2)
         pair.sink.attach(pair.manifest)
         pair.until(partial(_has_joined, pair, 4))
+    assert asked == [4, 3, 1, 4]
+
+
+ROOM_FOR_FIVE = 8 * 20
+"""Descriptors: an eighth are connections, of which a quarter are further streams."""
 
 
 def _has_joined(pair: Pair, number: int) -> bool:
@@ -287,6 +294,25 @@ def test_nobody_joins_without_the_token_nor_more_than_may() -> None:
         assert pair.source.counts["not_attached"] == 3
 
 
+def test_a_source_has_no_more_streams_than_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever sinks ask for: with room for five the second has three and the third has one."""
+    limit_descriptors(monkeypatch, ROOM_FOR_FIVE)
+    with closing(Pair(with_streams(4))) as pair, ExitStack() as stack:
+        sinks = [stack.enter_context(closing(Stranger(pair))) for _ in range(3)]
+        attach = msgspec.structs.replace(ATTACH, num_streams=4)
+        for sink, want in zip(sinks, (4, 3), strict=False):
+            answer = sink.ask(attach)
+            assert isinstance(answer, Streams)
+            assert answer.num_streams == want
+        sinks[2].socket.send(encode(attach))
+        pair.until(lambda: len(connections_of(pair)) == 3)
+        for _ in range(20):
+            pair.turn()
+        assert not sinks[2].socket.poll(0)
+
+
 @pytest.mark.parametrize(
     ("num_streams", "is_trial"), [(-1, False), (0, False), (1, False), (4, True)]
 )
@@ -303,34 +329,42 @@ def test_who_asks_for_one_stream_or_a_trial_hears_of_none(num_streams: int, is_t
 def test_a_source_that_offers_more_than_was_asked_for_gets_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_source, "Streams", lambda token, _: Streams(token, 1000))
+
+    def offer_more(frames: list[Any]) -> list[Any]:
+        message = decode_to_sink(memoryview(frames[1]))
+        if isinstance(message, Streams):
+            frames[1] = encode(Streams(message.token, 1000))
+            offered.append(message)
+        return frames
+
+    offered: list[Streams] = []
+    change_frames(monkeypatch, offer_more)
     with a_pair(3) as pair:
         until_joined(pair, 3)
         assert len(link_of(pair).dealers) == 3
         with pytest.raises(ProtocolError, match="expected them once"):
             link_of(pair).add_streams(Streams(b"x", 3))
+    assert [each.num_streams for each in offered] == [3]
 
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_each_stream_begins_with_attached(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a chunk over one of them does not wait for another."""
-    heard: list[tuple[int, str]] = []
-    receive = Dealer.receive
+    heard: list[tuple[zmq.Socket[bytes], str]] = []
 
-    def seen(dealer: Dealer) -> Iterator[list[zmq.Frame]]:
-        for frames in receive(dealer):
-            kind = type(decode_to_sink(frames[0].buffer)).__name__
-            heard.append((link_of(pair).dealers.index(dealer), kind))
-            yield frames
+    def seen(dealer: zmq.Socket[bytes], frame: memoryview) -> None:
+        heard.append((dealer, type(decode_to_sink(frame)).__name__))
 
-    monkeypatch.setattr(Dealer, "receive", seen)
+    watch_dealers(monkeypatch, seen, lambda *_: None)
     with a_pair(3) as pair:
         if is_early:
             load(pair, 1)
         until_joined(pair, 3)
         load(pair, 2)
-    for stream in range(1, 3):
-        kinds = [kind for number, kind in heard if number == stream]
+        streams = [each.socket for each in link_of(pair).dealers]
+    assert len(streams) == 3
+    for stream in streams[1:]:
+        kinds = [kind for dealer, kind in heard if dealer is stream]
         assert kinds[0] == Attached.__name__
         assert set(kinds[1:]) == {"ChunkHeader"}
 
@@ -383,14 +417,13 @@ def test_a_stream_that_cannot_be_made_is_done_without(
 def test_a_stream_that_is_refused_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by the guard, while its address has a penalty."""
     with a_pair(3) as pair:
-        link = link_of(pair)
+        link, connect = link_of(pair), zmq.Socket.connect
 
-        def nowhere(
-            context: Any, config: Any, bounds: Any, _: str, key: Any, **more: Any
-        ) -> Dealer:
-            return Dealer(context, config, bounds, "tcp://127.0.0.1:9", key, **more)
+        def nowhere(socket: zmq.Socket[bytes], endpoint: str) -> object:
+            is_ours = endpoint.startswith("inproc:")  # of a monitor
+            return connect(socket, endpoint if is_ours else "tcp://127.0.0.1:9")
 
-        monkeypatch.setattr(stream_link, "Dealer", nowhere)
+        monkeypatch.setattr(zmq.Socket, "connect", nowhere)
         pair.until(lambda: len(link.dealers) == 3)
         pair.until(lambda: len(link.dealers) == 1)
         load(pair, 1)

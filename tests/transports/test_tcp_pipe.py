@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import socket
 import threading
@@ -592,23 +593,15 @@ def test_an_address_that_is_not_admitted_is_closed_at_once(
 def test_without_descriptors_it_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = [True]
 
-    class Full:
-        """A listening socket of a process that has no descriptor left."""
+    accept = socket.socket.accept
 
-        def __init__(self, sock: socket.socket) -> None:
-            self._sock = sock
+    def accept_but_once(sock: socket.socket) -> Any:
+        if failing:
+            failing.pop()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(sock)
 
-        def accept(self) -> Any:
-            if failing:
-                failing.pop()
-                raise OSError(24, "Too many open files")
-            return self._sock.accept()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._sock, name)
-
-    listen = tcp_listener._listen
-    monkeypatch.setattr(tcp_listener, "_listen", lambda config: Full(listen(config)))
+    monkeypatch.setattr(socket.socket, "accept", accept_but_once)
     with two_ends() as ends:
         ends.sink.connected(ends.source.address)
         ends.send(0, 0, 1, 100)

@@ -6,14 +6,15 @@ import os
 import socket
 import threading
 from contextlib import closing
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import zmq
 
 from kvxfer.config import Config
 from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
-from kvxfer.transports import guard
 from kvxfer.transports.base import LocalMemory, PeerGone, ReadDone, Trial, Wake
 from kvxfer.transports.channel import Bounds, Router, bind_unix
 from kvxfer.transports.copy_thread import CopyThread
@@ -52,15 +53,19 @@ def test_the_wire_keeps_every_promise_over_tcp() -> None:
 
 @pytest.fixture
 def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where the connections came from that the guard was asked about."""
+    """Where the connections came from that the guard of a pair is asked about, which is made after
+    it.
+    """
     asked: list[str] = []
-    decide = guard.why_refused
+    receive = zmq.Socket.recv_multipart
 
-    def record(config: Config, address: str, key: str | None) -> str | None:
-        asked.append(address)
-        return decide(config, address, key)
+    def record(socket: zmq.Socket[bytes], *args: Any, **how: Any) -> Any:
+        frames = receive(socket, *args, **how)
+        if socket.type == zmq.REP:
+            asked.append(frames[3].decode())  # ZeroMQ RFC 27
+        return frames
 
-    monkeypatch.setattr(guard, "why_refused", record)
+    monkeypatch.setattr(zmq.Socket, "recv_multipart", record)
     return asked
 
 
@@ -101,14 +106,14 @@ def test_user_of_a_peer(address: str, user: int | None) -> None:
     assert user_of(address) == user
 
 
-def test_a_sink_on_the_same_host_takes_the_unix_socket(pair: Pair, addresses: list[str]) -> None:
+def test_a_sink_on_the_same_host_takes_the_unix_socket(addresses: list[str], pair: Pair) -> None:
     read_all(pair)
     assert [user_of(address) for address in addresses] == [os.geteuid()]
 
 
 @pytest.mark.parametrize(("uses_it", "path"), [(True, "a Unix socket"), (False, "TCP")])
 def test_a_trial_takes_the_same_path_and_says_which(
-    uses_it: bool, path: str, pair: Pair, addresses: list[str], monkeypatch: pytest.MonkeyPatch
+    addresses: list[str], pair: Pair, uses_it: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not uses_it:
         use_tcp(monkeypatch)
@@ -140,7 +145,7 @@ def test_a_source_that_has_gone_leaves_no_name(pair: Pair) -> None:
 
 
 def test_a_name_that_another_user_has_is_not_used(
-    pair: Pair, addresses: list[str], monkeypatch: pytest.MonkeyPatch
+    addresses: list[str], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: stranger)
@@ -159,7 +164,7 @@ def test_a_source_whose_name_is_taken_serves_tcp(pair: Pair) -> None:
 
 
 def test_without_unix_sockets_sinks_use_tcp(
-    pair: Pair, addresses: list[str], monkeypatch: pytest.MonkeyPatch
+    addresses: list[str], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_tcp(monkeypatch)
     read_all(pair)

@@ -22,7 +22,6 @@ from msgspec.structs import replace as with_fields
 from torch import Tensor
 
 from kvxfer.errors import ConfigError, IncompatiblePeer
-from kvxfer.integrations.vllm import interior
 from kvxfer.integrations.vllm.interior import Cells, Named, Opaque, Rows, look_inside, trace_rows
 from kvxfer.integrations.vllm.probes import trace_packed
 from kvxfer.integrations.vllm.regions import Located, locate
@@ -358,17 +357,6 @@ def test_blocks_that_were_another_type_s_are_cleared_before_they_are_filled_in_p
         view = rank.views[layer.name]
         assert not view[1].any()
         assert (view[3] == torch.tensor(POISON, dtype=torch.uint8)).all()
-
-
-def test_rows_of_values_and_scales_side_by_side_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the indexer's 132 bytes a row, the oracle would tell, between unlike kernel blocks."""
-    pytest.importorskip("vllm")
-    monkeypatch.setitem(interior._PACKED, ("none", 132), (132,))
-    indexer = replace(V32[1], kernel_tokens=None)
-    case = Case((indexer,), (64, 128))
-    case.pull(case.plan())
-    with pytest.raises(AssertionError, match="bytes differ"):
-        case.check()
 
 
 def test_other_types_and_compressions_are_refused_by_name() -> None:

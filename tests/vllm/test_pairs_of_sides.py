@@ -5,6 +5,7 @@ worker is reported once, and its bytes are the source's.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 
 from kvxfer.connector.metrics import PHASES, TOTAL, times_of
-from kvxfer.connector.worker_side import WorkerConnector
 from tests.vllm.scheduler_rig import BLOCK, OFFERED, Engine, Status
 from tests.vllm.test_reports import prompt
 
@@ -309,6 +309,18 @@ def test_windows_that_would_poison_the_prefix_cache(
     assert sum(sink.stats.get("requests_loaded", {}).values()) == int(not prefix_caching)
 
 
+def watch_waits(patch: pytest.MonkeyPatch, wait: Callable[[float], bool]) -> None:
+    """``wait`` in the place of this thread's waits on a condition: whether it has come about."""
+    own, wait_for = threading.current_thread(), threading.Condition.wait_for
+
+    def watched(condition: threading.Condition, is_so: Any, timeout_s: float | None = None) -> Any:
+        if threading.current_thread() is not own or timeout_s is None:
+            return wait_for(condition, is_so, timeout_s)
+        return wait(timeout_s)
+
+    patch.setattr(threading.Condition, "wait_for", watched)
+
+
 def test_idle_steps_wait(pair: tuple[Engine, Engine]) -> None:
     """An engine that only holds blocks steps 50 times a second once it has done so for a second."""
     source, _ = pair
@@ -329,12 +341,12 @@ def test_idle_steps_wait_longer_the_longer_nothing_ends(
     waits: list[float] = []
     ends = [False, False, False, True, False]
 
-    def wait(_worker: WorkerConnector, timeout_s: float) -> bool:
+    def wait(timeout_s: float) -> bool:
         waits.append(timeout_s)
         time.sleep(0.1)
         return ends[len(waits) - 1]
 
-    monkeypatch.setattr(WorkerConnector, "wait_for_activity", wait)
+    watch_waits(monkeypatch, wait)
     source = make_engine(role="kv_producer")
     prefill(source, "p", prompt(40))
     while len(waits) < len(ends):
@@ -376,11 +388,11 @@ def test_a_step_that_others_share_does_not_wait(
     """Without a token to compute, beside an offer that nobody takes: other ranks may have some."""
     waited_s: list[float] = []
 
-    def wait(_worker: WorkerConnector, timeout_s: float) -> bool:
+    def wait(timeout_s: float) -> bool:
         waited_s.append(timeout_s)
         return False
 
-    monkeypatch.setattr(WorkerConnector, "wait_for_activity", wait)
+    watch_waits(monkeypatch, wait)
     source = make_engine(role="kv_producer", data_parallel_size=num_ranks)
     prefill(source, "p", prompt(40))
     source.run()

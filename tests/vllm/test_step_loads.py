@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvxfer.connector.board import BoardView
-from kvxfer.tensors.strided_copy import strided_copy
-from kvxfer.transports import shm_direct
+from kvxfer.transports.copy_thread import CopyJob
 from tests.connector.rig import until
 from tests.vllm.scheduler_rig import (
     BLOCK,
@@ -31,6 +30,7 @@ from tests.vllm.scheduler_rig import (
     why_not_heard,
 )
 from tests.vllm.step_rig import ComputingEngine, expected_tokens
+from tests.wires import run_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -49,27 +49,26 @@ class Pair:
     def __init__(
         self, make: Make, patch: pytest.MonkeyPatch, mode: tuple[str, bool], **more: Any
     ) -> None:
+        self.tears_after: bool | None = None
+        self.num_torn = 0
+        run_pieces(patch, "shm", self._torn, at_once=True)
         policy, is_async = mode
         self.source = make(role="kv_producer")
         self.sink = make(
             role="kv_consumer", policy=policy, is_async=is_async, load_in_step_s=0.5, **more
         )
         self.board = BoardView.open(self.source.worker.get_handshake_metadata().manifest.board)
-        self.tears_after: bool | None = None
-        self.num_torn = 0
-        self._copy = strided_copy
-        patch.setattr(shm_direct, "strided_copy", self._torn_copy)
         self.load("first", prompt_of(random.Random(0)))
         self.sink.run_out()
 
-    def _torn_copy(self, *args: Any, **named: Any) -> int:
+    def _torn(self, job: CopyJob) -> bool:
         tears_after, self.tears_after = self.tears_after, None
         if tears_after is False:
             self._end_offers()
-        nbytes = self._copy(*args, **named)
+        has_more = job.run()
         if tears_after:
             self._end_offers()
-        return nbytes
+        return has_more
 
     def _end_offers(self) -> None:
         """The source's engine takes its blocks back, and others write to them at once."""
