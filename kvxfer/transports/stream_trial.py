@@ -155,8 +155,8 @@ def take_trial(
                 _log.debug("%s: no trial of %s: %s", pipe.name, way, exc)
             now_s = time.monotonic()
             limit_s = until_s - now_s
-            if takers:
-                limit_s = min(limit_s, max(now_s - began_s, LEAST_FURTHER_S))
+            if takers:  # what has begun needs the rest to be timed in
+                limit_s = min(limit_s / 2, max(now_s - began_s, LEAST_FURTHER_S))
             if limit_s <= 0:
                 break
         best = _time_in_turn(takers, until_s, errors)
