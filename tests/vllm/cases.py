@@ -22,9 +22,13 @@ LOCAL_HITS = "vllm:prompt_tokens_by_source_total{source=local_cache_hit}"
 COMPUTED = "vllm:prompt_tokens_by_source_total{source=local_compute}"
 PREEMPTIONS = "vllm:num_preemptions_total"
 
-# With these instructions alone vLLM's CPU backend has a cache of fp8 and DeepSeek V4.
+# With these instructions alone vLLM's CPU backend has a cache of fp8, and with those of bfloat16
+# DeepSeek V4.
 NEEDS_AVX512 = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM has no such kernel without AVX-512"
+)
+NEEDS_AVX512_BF16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM has no such kernel without AVX512_BF16"
 )
 
 Tokens = tuple[int, ...]

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.vllm.cases import NEEDS_AVX512, Pair, Sources, Tokens, prompt, token_ids
+from tests.vllm.cases import NEEDS_AVX512_BF16, Pair, Sources, Tokens, prompt, token_ids
 from tests.vllm.engines import Connector, Engine, EngineConfig
 from tests.vllm.interpreted import HAS_TRITON, TRITON_FOLDER, InterpretedEngine, model_folder
 
 pytestmark = [
-    NEEDS_AVX512,
+    NEEDS_AVX512_BF16,
     pytest.mark.skipif(not HAS_TRITON, reason=f"no Triton in {TRITON_FOLDER}"),
 ]
 
