@@ -58,8 +58,8 @@ def test_threads_of_zeromq_stand_and_go_on() -> None:
     with Popen([sys.executable, "-c", WITH_ZEROMQ], stdin=PIPE, stdout=PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        found = fleet.threads_of_zmq(process.pid)
-        assert found
+        while not (found := fleet.threads_of_zmq(process.pid)):
+            time.sleep(0.01)  # a thread gives itself its name when it runs
         for thread in found:
             if not child.trace_thread(thread, 2.0):
                 pytest.skip("nobody may trace threads here")
