@@ -89,7 +89,7 @@ def bounds_of(wire: str, device: str, num_streams: int) -> StagingBounds | None:
     """Of a stream wire's staging; None for a direct wire."""
     if (pipe := STREAMS.get(wire)) is None:
         return None
-    return staging_bounds(Config(), [pipe.staging_size(device).over(num_streams)])
+    return staging_bounds(Config(), pipe, {device}, num_streams)
 
 
 def _figures(

@@ -227,8 +227,7 @@ class _Load:
         kinds = {rank.memories[0].device for rank in (self._given.ranks[0], self._taken.ranks[0])}
         pipe, bounds, message_s = STREAMS.get(figures.wire), None, 0.0
         if pipe is not None:
-            sizes = [pipe.staging_size(kind).over(figures.num_streams) for kind in kinds]
-            bounds = staging_bounds(Config(), sizes)
+            bounds = staging_bounds(Config(), pipe, kinds, figures.num_streams)
             message_s = chunk_s(kinds)
         bytes_per_s = min(figures.bytes_per_s, math.inf if gbps is None else gbps * 1e9)
         trial = Trial(WireCosts(figures.latency_s, message_s, bytes_per_s))

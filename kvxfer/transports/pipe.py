@@ -88,8 +88,11 @@ DEVICE_STAGING = StagingSize(256 << 20, 64 << 20, busy_slots=4)
 """
 
 
-def staging_bounds(config: Config, sizes: Sequence[StagingSize]) -> StagingBounds:
-    """The settings, and what is usual for the memory of both sides."""
+def staging_bounds(
+    config: Config, pipe: Pipe | type[Pipe], device_types: Collection[str], num_streams: int
+) -> StagingBounds:
+    """The settings, and what is usual for the memory of both sides over so many streams."""
+    sizes = [pipe.staging_size(each).over(num_streams) for each in device_types]
     return StagingBounds(
         nbytes=config.staging_nbytes or min(size.nbytes for size in sizes),
         most_chunk_nbytes=min(size.most_slot_nbytes for size in sizes),

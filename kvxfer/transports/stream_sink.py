@@ -149,8 +149,8 @@ class StreamSink(ReceivingSink):
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
         number = max(self._num_streams, self._pipe.num_sockets)
-        sizes = [self._pipe.staging_size(each).over(number) for each in self._device_types(source)]
-        return replace(staging_bounds(self._config, sizes), num_streams=self._num_streams)
+        bounds = staging_bounds(self._config, self._pipe, self._device_types(source), number)
+        return replace(bounds, num_streams=self._num_streams)
 
     def _device_types(self, source: RankManifest) -> set[str]:
         return {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}

@@ -17,9 +17,7 @@ from kvxfer.testing.cases import CASES, make_move
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import (
-    stream_sink,
-)
+from kvxfer.transports import stream_sink
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
