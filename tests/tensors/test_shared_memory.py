@@ -224,8 +224,8 @@ def test_close_gives_everything_back() -> None:
         _ = mapped.tensor
     del part
     gc.collect()
-    assert os.listdir("/proc/self/fd") == before
-    assert _num_maps() == maps
+    assert set(os.listdir("/proc/self/fd")) <= set(before)
+    assert _num_maps() <= maps
 
 
 def _num_maps() -> int:

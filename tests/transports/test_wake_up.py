@@ -95,7 +95,7 @@ def test_after_close_it_is_silent() -> None:
     alarm.close()
     alarm.after(0.0)
     assert not bell.wait(0.1)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # an earlier test's thread may have ended
 
 
 def test_what_is_told_is_taken_once_in_its_order_and_wakes() -> None:
