@@ -39,8 +39,8 @@ _BOUNDS = """
     doctor.child.END_S doctor.child.START_S engine.rpc.HEARTBEAT_S
     kernels.rewrite_kernel.MAX_PLANES proxy.server.ABANDONED_S
     transports.shm_direct.JOB_NBYTES transports.stream_source.MAX_CONNECTIONS
-    transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S transports.ucx_pipe.TURN_S
-    transports.visitors.MOST_OF_ADDRESS
+    transports.ucx_pipe.CLOSE_S transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S
+    transports.ucx_pipe.TURN_S transports.visitors.MOST_OF_ADDRESS
 """
 # What this machine is, or the version of a library, or has been compiled or named before
 _MACHINE = """

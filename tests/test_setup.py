@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -231,12 +230,10 @@ def make_ready(tree: Path) -> None:
     (venv / "stamp").write_text(stamp.hexdigest() + "\n")
 
 
-def test_ready_is_quick_and_silent(tree: Path) -> None:
+def test_ready_is_silent_and_calls_no_python(tree: Path) -> None:
     make_ready(tree)
-    start_s = time.monotonic()
     done = set_up(tree, "no-such-python")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert time.monotonic() - start_s < 5  # 0.1 s on an idle machine
 
 
 @pytest.mark.parametrize("name", STAMPED)

@@ -256,7 +256,7 @@ def test_arrivals_are_waited_for() -> None:
     started_s = time.monotonic()
     with engines(Scripted(prefill), Scripted(decode)) as clients:
         run(work(4, gap_s=0.1), [RunEngine(client) for client in clients])
-    assert 0.3 <= time.monotonic() - started_s < 3
+    assert time.monotonic() - started_s >= 0.3
 
 
 def test_a_request_without_an_offer_is_computed_or_fails_by_policy() -> None:

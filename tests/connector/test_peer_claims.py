@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +42,7 @@ def _offered(source: Engine, name: str, endpoint: str | None = None) -> SourceRe
 
 def _load(sink: Engine, name: str, ref: SourceRef) -> set[str | None]:
     sink.load(name, ref, range(4), SPAN)
-    until(lambda: sink.received(name), 8)
+    until(lambda: sink.received(name))
     return sink.reasons(name)
 
 
@@ -319,11 +320,9 @@ def test_a_wire_that_fails_in_an_unforeseen_way_fails_the_contact(
     use_sink(monkeypatch, "shm", Broken)
     with (
         Engine(ONE, "a", fill=1, transport="shm") as source,
-        Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
+        Engine(ONE, "decode", fill=POISON, transport="shm", connect_timeout_s=100.0) as sink,
     ):
-        started_s = time.perf_counter()
         assert _load(sink, "d", _offered(source, "p")) == {"transport"}
-        assert time.perf_counter() - started_s < 1.0
 
 
 def test_a_first_contact_is_bounded_whatever_the_number_of_ranks(
@@ -357,19 +356,21 @@ def test_a_first_contact_is_bounded_whatever_the_number_of_ranks(
         source.compute("p")
         started_s = time.perf_counter()
         sink.load("d", ref, [1], (0, 16))
-        until(lambda: sink.received("d"), 8)
-        assert 2.0 < time.perf_counter() - started_s < 4.5
+        until(lambda: sink.received("d"))
+        assert time.perf_counter() - started_s > 2.0
         assert sink.reasons("d") == {"transport"}
         time.sleep(0.4)
         assert len(tried) == 2  # and the thread does not go on
 
 
 def test_a_trial_that_never_ends_ends_the_contact(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+
     class Endless(ShmSink):
         def trial(
             self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
         ) -> Trial:
-            time.sleep(6)
+            is_over.wait(100.0)
             raise TransportUnavailable("too late")
 
     use_sink(monkeypatch, "shm", Endless)
@@ -379,8 +380,8 @@ def test_a_trial_that_never_ends_ends_the_contact(monkeypatch: pytest.MonkeyPatc
     ):
         started_s = time.perf_counter()
         assert _load(sink, "d", _offered(source, "p")) == {"transport"}
-        assert 2.0 < time.perf_counter() - started_s < 4.5
-        time.sleep(2)  # the thread of the trial ends
+        assert time.perf_counter() - started_s > 2.0
+        is_over.set()
 
 
 def test_only_so_many_engines_are_met_at_one_time() -> None:
@@ -391,7 +392,7 @@ def test_only_so_many_engines_are_met_at_one_time() -> None:
             ref = msgspec.structs.replace(ref, engine_id=f"e{number}", endpoint=nobody)
             sink.load(f"d{number}", ref, range(4), SPAN)
         last = f"d{MAX_GREETED + 1}"
-        until(lambda: sink.received(last), 1.5)
+        until(lambda: sink.received(last))
         assert f"at most {MAX_GREETED} engines" in sink.reports(last)[0].detail
         assert sink.count("peers.crowded") == 2
         until(lambda: sink.received("d0"))
@@ -420,8 +421,9 @@ def test_no_socket_for_a_contact_fails_it_at_once(monkeypatch: pytest.MonkeyPatc
         return make(context, kind, **more)
 
     monkeypatch.setattr(zmq.Context, "socket", no_dealer)
-    with Engine(ONE, "a", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
-        started_s = time.perf_counter()
+    with (
+        Engine(ONE, "a", fill=1) as source,
+        Engine(ONE, "decode", fill=POISON, connect_timeout_s=100.0) as sink,
+    ):
         assert _load(sink, "d", _offered(source, "p")) == {"peer_lost"}
-        assert time.perf_counter() - started_s < 2  # not after connect_timeout_s
         assert "expected a socket" in sink.reports("d")[0].detail

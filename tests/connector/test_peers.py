@@ -88,35 +88,43 @@ def _ref(sink: Engine, endpoint: str) -> SourceRef:
     return msgspec.structs.replace(sink.offer("x", 16, [1]), engine_id="prefill", endpoint=endpoint)
 
 
-def test_silence_ends_at_the_deadline_and_is_remembered_for_a_second() -> None:
+def test_silence_ends_at_the_deadline_and_is_remembered_for_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, dialled = zmq.Context.socket, list[int]()
+
+    def noted(context: zmq.Context[Any], kind: int, **more: Any) -> Any:
+        if kind == zmq.DEALER:
+            dialled.append(kind)
+        return make(context, kind, **more)
+
+    monkeypatch.setattr(zmq.Context, "socket", noted)
     with Engine(ONE, "decode", fill=POISON, connect_timeout_s=0.8) as sink:
         ref = _ref(sink, f"tcp://127.0.0.1:{free_port()}")
         started_s = time.perf_counter()
         sink.load("d0", ref, [1], (0, 16))
         until(lambda: sink.received("d0"))
-        assert 0.75 < time.perf_counter() - started_s < 3
+        assert time.perf_counter() - started_s > 0.75
         assert sink.reasons("d0") == {"peer_lost"}
         assert "did not answer within 0.8 s" in sink.reports("d0")[0].detail
-        started_s = time.perf_counter()
         sink.load("d1", ref, [1], (0, 16))
         until(lambda: sink.received("d1"))
-        assert time.perf_counter() - started_s < 0.7
+        assert len(dialled) == 1
         time.sleep(1.1)
         started_s = time.perf_counter()
         sink.load("d2", ref, [1], (0, 16))
         until(lambda: sink.received("d2"))
         assert time.perf_counter() - started_s > 0.75
+        assert len(dialled) == 2
 
 
 def test_a_load_is_aborted_before_its_peer_is_there() -> None:
     port = free_port()
-    with Engine(ONE, "decode", fill=POISON) as sink:
+    with Engine(ONE, "decode", fill=POISON, connect_timeout_s=100.0) as sink:
         sink.load("d", _ref(sink, f"tcp://127.0.0.1:{port}"), [1], (0, 16))
         time.sleep(0.05)
-        started_s = time.perf_counter()
         sink.abort("d")
         until(lambda: sink.received("d"))
-        assert time.perf_counter() - started_s < 2  # not after connect_timeout_s
         assert sink.reasons("d") == {"cancelled"}
 
 

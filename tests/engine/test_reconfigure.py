@@ -226,9 +226,8 @@ def test_stop_ends_every_rank_of_a_new_life() -> None:
     with EngineGroup(config(Role.DECODE, tp_size=2)) as group:
         reconfigured(group, block_size=8)
         pids = group.pids
-        started_s = time.monotonic()
         group.close()
-        assert time.monotonic() - started_s < 5  # of its own accord, not after the grace of 8 s
+        assert all("exit code 0" in each for each in group.dead())  # not 1, after the grace
         assert not any(map(is_running, pids))
 
 

@@ -393,10 +393,10 @@ def test_chunk_size_is_bounded(chunk_nbytes: int) -> None:
 
 def test_number_of_chunks_is_bounded() -> None:
     asked = wanted(token_hi=1 << 31, order=DenseOrder(1, token_major=True))
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(ProtocolError, match="class 0: expected at most 65536 chunks"):
         chunk_list((asked,), 1)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
     # 16 bytes a token: 256 fit, so 4 regions of 4 Mi tokens are 65536 chunks
     asked = wanted(token_hi=4 << 20)
     assert num_chunks((asked,), 4096) == 65536
@@ -412,10 +412,10 @@ def test_a_hostile_pull_is_refused_at_once(chunk_nbytes: int, num_classes: int) 
     names = tuple(RegionName(f"layers.{i}", ("k",)) for i in range(32))
     order = DenseOrder(1, token_major=True)
     asked = (wanted(regions=names, order=order, inner_nbytes=2048, token_hi=1 << 20),) * num_classes
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(ProtocolError, match=r"chunk_nbytes: expected 4096|at most 65536 chunks"):
         check_chunks(asked, chunk_nbytes)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
 
 
 def test_a_peer_asks_for_4_kib_or_more() -> None:
@@ -469,9 +469,9 @@ def test_chunks_are_cheap() -> None:
     """8192 tokens of 128 planes, 2 KiB a token: 2 GiB in chunks of 1 MiB."""
     names = tuple(RegionName(f"layers.{i}", (plane,)) for i in range(64) for plane in "kv")
     asked = wanted(regions=names, head_hi=8, inner_nbytes=256, token_hi=8192)
-    start = time.perf_counter()
+    start = time.thread_time()
     assert len(chunk_list((asked,), 1 << 20)) == 2048
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
 
 
 # ---------------------------------------------------------------- check_ids
