@@ -259,7 +259,7 @@ class Bench:
         """Every block of both sides, the null block apart, comes back."""
         for engine in (self.pair.prefill, self.pair.decode):
             engine.wait_for_info(
-                lambda info: info.num_free_blocks == info.num_blocks - 1, timeout_s=5
+                lambda info: info.num_free_blocks == info.num_blocks - 1, timeout_s=15
             )
 
 

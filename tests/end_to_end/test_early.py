@@ -100,8 +100,8 @@ def test_tokens_and_kv_are_those_of_one_engine(
                     assert compare(moved, done.digests) == []
         counts = engines.decode.info().counts
         assert counts["requests.loaded"] == 8  # all but the prompt of one token, and the first
-        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == info.num_blocks - 1, 10)
-        engines.decode.wait_for_info(lambda info: info.num_free_blocks == info.num_blocks - 1, 10)
+        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == info.num_blocks - 1, 15)
+        engines.decode.wait_for_info(lambda info: info.num_free_blocks == info.num_blocks - 1, 15)
 
 
 def test_a_request_that_prefill_never_gets_is_computed_and_lets_others_pass(tmp_path: Path) -> None:

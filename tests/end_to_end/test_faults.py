@@ -39,7 +39,7 @@ def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
         request_id = engines.decode.submit(tokens, 8, params)
         time.sleep(0.3)
         engines.prefill.group.kill()
-        answer = engines.decode.result(request_id, timeout_s=8)
+        answer = engines.decode.result(request_id, timeout_s=60)
         assert answer.done.failure in {"peer_lost", "deadline"}
         if policy is OnLoadFailure.FAIL:
             assert (answer.done.status, answer.token_ids) == ("FINISHED_ERROR", ())
@@ -74,11 +74,11 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
             os.kill(pid, signal.SIGSTOP)
         try:
             # While the sink stands still the lease ends and the source takes its blocks back.
-            engines.prefill.wait_for_info(lambda info: info.num_free_blocks == num_free, 5)
+            engines.prefill.wait_for_info(lambda info: info.num_free_blocks == num_free, 15)
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-        answer = engines.decode.result(request_id, timeout_s=15)
+        answer = engines.decode.result(request_id, timeout_s=60)
         assert answer.done.failure == "expired"
         assert answer.token_ids == engines.decoded(tokens, None).token_ids
 
@@ -115,8 +115,8 @@ def test_a_storm_of_aborts_gives_every_block_back(tmp_path: Path) -> None:
         for request_id in decoding:
             engines.decode.result(request_id)
         assert num_aborted_prefills > 5
-        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == before[0], 2)
-        engines.decode.wait_for_info(lambda info: info.num_free_blocks == before[1], 2)
+        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == before[0], 15)
+        engines.decode.wait_for_info(lambda info: info.num_free_blocks == before[1], 15)
         assert engines.run(prompt(200, seed=-1)).done.failure is None
 
 
@@ -136,7 +136,7 @@ def test_a_source_that_does_not_answer(tmp_path: Path, has_board: bool) -> None:
         expected = engines.run(tokens).token_ids
         params = engines.prefilled(tokens).kv_transfer_params
         # The answer may come before its rank shows the offer, and what ranks count comes with steps
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + 30
         while engines.prefill.info().counts.get("board.posted") != 3:
             assert time.monotonic() < deadline_s
             engines.prefill.generate(prompt(20, seed=2), 1)

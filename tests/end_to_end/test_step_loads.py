@@ -77,4 +77,4 @@ def test_no_token_comes_of_a_load_that_failed(tmp_path: Path, policy: OnLoadFail
             else:
                 assert answer.token_ids == engines.prefill.generate(tokens, 8).token_ids
         assert engines.decode.info().counts["requests.in_step"] >= 3
-        engines.decode.wait_for_info(lambda info: info.num_free_blocks == info.num_blocks - 1, 5)
+        engines.decode.wait_for_info(lambda info: info.num_free_blocks == info.num_blocks - 1, 15)

@@ -77,7 +77,7 @@ def engine() -> Iterator[Engine]:
 
 
 def test_a_request_and_its_answers(engine: Engine) -> None:
-    with RpcClient(engine.endpoint, connect_timeout_s=5) as client:
+    with RpcClient(engine.endpoint, connect_timeout_s=30) as client:
         assert client.info == INFO
         client.send(Generate("a", (1, 2, 3), 4, {"do_remote_decode": True}))
         answers: list[ToClient] = []
@@ -155,7 +155,7 @@ def test_a_peer_that_speaks_no_zmq_is_dropped(engine: Engine) -> None:
     host, port = engine.endpoint.removeprefix("tcp://").split(":")
     with sockets.create_connection((host, int(port)), timeout=5) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\x00" * 4000)
-    with RpcClient(engine.endpoint, connect_timeout_s=5) as client:
+    with RpcClient(engine.endpoint, connect_timeout_s=30) as client:
         assert client.info == INFO
 
 
@@ -191,7 +191,7 @@ def test_a_wrong_endpoint_is_named() -> None:
 
 def test_an_engine_that_goes_is_noticed_after_its_last_words() -> None:
     engine = Engine()
-    with RpcClient(engine.endpoint, connect_timeout_s=5) as client:
+    with RpcClient(engine.endpoint, connect_timeout_s=30) as client:
         client.send(Generate("a", (1,), 1))
         while len(engine.heard) < 2:
             time.sleep(0.01)
@@ -217,7 +217,7 @@ def test_something_that_is_no_engine() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ProtocolError, match=r"is it a kvxfer engine\?"):
-            RpcClient(f"tcp://127.0.0.1:{port}", connect_timeout_s=5)
+            RpcClient(f"tcp://127.0.0.1:{port}", connect_timeout_s=30)
         thread.join()
 
 
@@ -239,7 +239,7 @@ def test_prompts_cannot_be_read_with_keys(has_keys: bool, folder: Path) -> None:
     kv = with_keys(folder) if has_keys else None
     engine = Engine(kv=kv)
     tap = Wiretap()
-    with RpcClient(tap.beside(engine.endpoint), connect_timeout_s=5, kv=kv) as client:
+    with RpcClient(tap.beside(engine.endpoint), connect_timeout_s=30, kv=kv) as client:
         client.send(Generate("a-name-of-a-request", (1, 2, 3), 4))
         while not any(isinstance(message, Done) for message in client.poll(5)):
             pass
@@ -256,7 +256,7 @@ def test_an_engine_serves_both_keys_of_a_rotation(folder: Path) -> None:
         rotate_keys(folder, step)
     new = Engine(kv=with_keys(folder))
     for engine in (old, new):
-        with RpcClient(engine.endpoint, connect_timeout_s=5, kv=with_keys(folder)) as client:
+        with RpcClient(engine.endpoint, connect_timeout_s=30, kv=with_keys(folder)) as client:
             assert client.info == INFO
         engine.stop()
 
@@ -268,5 +268,5 @@ def test_another_key_is_one_sentence(client: str, folder: Path, tmp_path: Path) 
     engine = Engine(kv=None if "none" in client else with_keys(folder))
     kv = None if client == "no keys" else with_keys(other)
     with pytest.raises(PeerLost, match="with the CURVE keys of this side"):
-        RpcClient(engine.endpoint, connect_timeout_s=5, kv=kv)
+        RpcClient(engine.endpoint, connect_timeout_s=30, kv=kv)
     engine.stop()

@@ -260,7 +260,7 @@ def test_a_message_wakes_who_waits_for_it() -> None:
         (fd,) = ends.sink_pipe.fds()
         assert not select.select([fd], [], [], 0.05)[0]
         assert ends.source.tell(b"x")
-        assert select.select([fd], [], [], 1.0)[0]
+        assert select.select([fd], [], [], 30.0)[0]
         assert told(ends, ends.sink, 1) == [b"x"]
 
 
@@ -303,7 +303,7 @@ def test_the_descriptor_is_silent_when_nothing_is_to_be_done() -> None:
         (fd,) = ends.sink_pipe.fds()
         assert not select.select([fd], [], [], 0.05)[0]
         ends.send(1, 0, fill=1)
-        assert select.select([fd], [], [], 1.0)[0]
+        assert select.select([fd], [], [], 30.0)[0]
 
 
 @needs_ucxx
@@ -587,7 +587,7 @@ def _wait_for_two(pipe: UcxPipe, lane: UcxSinkLane, address: bytes) -> None:
     lane.connected(address)
     for slot in range(2):
         lane.announced(slot, 0, SLOTS.slot_nbytes, ())
-    deadline_s = time.monotonic() + 1.0
+    deadline_s = time.monotonic() + 20.0
     while time.monotonic() < deadline_s:
         pipe.progress()
         lane.poll()
@@ -597,7 +597,7 @@ def _early_survivor(channel: Connection) -> None:
     pipe = ucx_pipe(CPU, lambda: None)
     lane = pipe.open_sink(SLOTS)
     channel.send(lane.address)
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + 20.0
     while not channel.poll():
         assert time.monotonic() < deadline_s
         pipe.progress()
@@ -695,7 +695,7 @@ def _closes_beside_a_stopped_peer(channel: Connection) -> None:
     os.kill(pid, signal.SIGCONT)
     channel.send("end")
     heir = ucx_pipe(CPU, lambda: None)
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + 20.0
     while not heir.is_idle:
         assert time.monotonic() < deadline_s
         heir.progress()

@@ -289,7 +289,7 @@ class Engine:
     def blocks(self) -> Blocks:
         return Blocks(**self.call("blocks"))
 
-    def wait_for_blocks(self, holds: Callable[[Blocks], bool], timeout_s: float = 10.0) -> Blocks:
+    def wait_for_blocks(self, holds: Callable[[Blocks], bool], timeout_s: float = 25.0) -> Blocks:
         """Ask until ``holds``; fails with the last answer."""
         deadline_s = time.monotonic() + timeout_s
         while True:

@@ -114,7 +114,7 @@ def test_a_prefill_that_never_answers_ends_in_a_deadline(
         answer = pair.decode.generate(tokens, NEW_TOKENS, params)
         waited_s = time.monotonic() - started_s
     assert [answer.token_ids] == want
-    assert waited_s < 10
+    assert waited_s < 60
     assert failures(pair)
     pair.assert_at_rest(timeout_s=45)  # the prefill engine's lease of 30 s
 
