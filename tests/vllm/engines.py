@@ -300,8 +300,8 @@ class Engine:
             time.sleep(0.02)
 
     def reset(self) -> None:
-        """Forget the prefix cache. Fails where blocks are in use after 10 s."""
-        deadline_s = time.monotonic() + 10
+        """Forget the prefix cache. Fails where blocks are in use after 25 s."""
+        deadline_s = time.monotonic() + 25
         while not self.call("reset_prefix_cache"):
             assert time.monotonic() < deadline_s, f"blocks stay in use: {self.blocks()}"
             time.sleep(0.05)

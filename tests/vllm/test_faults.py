@@ -78,7 +78,7 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
     time.sleep(0.5)
     with pair.decode.stopped():
         # While the sink stands still the lease ends and the source takes its blocks back.
-        pair.prefill.wait_for_blocks(lambda blocks: blocks.num_free == blocks.num_total - 1, 10)
+        pair.prefill.wait_for_blocks(lambda blocks: blocks.num_free == blocks.num_total - 1)
     answer = pair.decode.result(request_id, timeout_s=20)
     assert [answer.token_ids] == want
     time.sleep(0.1)
@@ -92,7 +92,7 @@ def test_an_offer_that_nobody_takes_is_given_up(fleet: Fleet) -> None:
     for number in range(3):
         prefill.prefill(prompt(200, seed=40 + number))
     prefill.wait_for_blocks(
-        lambda blocks: not blocks.num_requests and blocks.num_free == blocks.num_total - 1, 5
+        lambda blocks: not blocks.num_requests and blocks.num_free == blocks.num_total - 1
     )
 
 
