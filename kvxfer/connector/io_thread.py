@@ -20,8 +20,10 @@ import heapq
 import itertools
 import logging
 import math
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +32,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import zmq
 
+from kvxfer.log_limit import LogLimit
 from kvxfer.transports.wake_up import WakeUp
 
 ZmqSocket = zmq.Socket[bytes]
@@ -44,6 +47,10 @@ unread messages.
 """
 CATCH_UP_MS = 20
 """How long a late thread lets ZeroMQ read before it believes that nothing has come."""
+FAILED_S = 0.01
+"""Between two polls that fail, which might follow each other without end."""
+MOST_PLACES = 64
+"""Of failures of a minute that are written."""
 OVERDUE_S = 0.1
 """Timers wait for sockets no longer than this: a flood must not stop the clocks. Each reader has a
 turn of 1 ms (``visitors``) and what it began, so that a round beside it is short, too.
@@ -128,6 +135,7 @@ class IoThread:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._stopping = False
+        self._written: LogLimit[str] = LogLimit(MOST_PLACES)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     # -------------------------------------------------- from any thread
@@ -250,8 +258,13 @@ class IoThread:
             self._note_failure()
 
     def _note_failure(self) -> None:
-        _log.exception("%s: a handler failed; the loop goes on", self._thread.name)
+        """Count it and write its stack, once a minute for each place: it may come in each round."""
         self._on_error()
+        places = traceback.extract_tb(sys.exc_info()[2], limit=-1)
+        num = self._written.note(f"{places[0].filename}:{places[0].lineno}", time.monotonic())
+        if num:
+            text = "%s: a handler failed (%d times); the loop goes on"
+            _log.exception(text, self._thread.name, num)
 
     # -------------------------------------------------- the loop
 
@@ -278,13 +291,10 @@ class IoThread:
 
     def _serve(self, timeout_ms: int) -> bool:
         """Handle inbox, sockets and transports once. Returns whether there was anything to do."""
-        self._sync_groups()
+        for group in self._groups:
+            self.guard(self._sync, group)
         self._awake = False  # later wakes write to ``fd``; an earlier one is seen in this poll
-        self._turn.release()
-        try:
-            ready: list[tuple[Any, int]] = self._poller.poll(0 if self._is_wanted else timeout_ms)
-        finally:
-            self._turn.acquire()
+        ready = self._poll(timeout_ms)
         self._awake, self._is_wanted = True, False  # before the inbox is read
         readable = dict(ready)  # in the order of watching
         if self._within is not None:
@@ -298,6 +308,18 @@ class IoThread:
             self._wake_up.clear()
         return bool(ready or num_posted)
 
+    def _poll(self, timeout_ms: int) -> list[tuple[Any, int]]:
+        """What is readable; nothing where that fails: the inbox and the timers have their turn."""
+        self._turn.release()
+        try:
+            return self._poller.poll(0 if self._is_wanted else timeout_ms)
+        except zmq.ZMQError:
+            self._note_failure()
+            time.sleep(FAILED_S)
+            return []
+        finally:
+            self._turn.acquire()
+
     def _enter(self, within: AbstractContextManager[object]) -> None:
         """If it fails, the handlers that need it raise."""
         try:
@@ -308,7 +330,7 @@ class IoThread:
 
     def _leave(self, entered: AbstractContextManager[object]) -> None:
         self._entered = None
-        entered.__exit__(None, None, None)
+        self.guard(entered.__exit__, None, None, None)
 
     def _handle(self, readable: Mapping[Any, int]) -> int:
         """Handle what one poll has found. Returns how many posted calls were run."""
@@ -318,24 +340,26 @@ class IoThread:
             if handler is not None:
                 self.guard(handler)
         for group in self._groups:
-            # With auto most wires of a rank are idle, and each costs a round 10 us, 40 on a cold
-            # processor
-            if not (readable.keys().isdisjoint(group.polled) and group.member.is_idle):
-                self.guard(group.handler, group.member)
+            self.guard(self._look_at, group, readable)
         if self.deferred:
             self.run_deferred()
         return num_posted
 
-    def _sync_groups(self) -> None:
-        for group in self._groups:
-            wanted = tuple(group.member.pollables())
-            if wanted == group.polled:
-                continue
-            for socket in set(group.polled) - set(wanted):
-                self._poller.unregister(socket)
-            for socket in set(wanted) - set(group.polled):
-                self._poller.register(socket, zmq.POLLIN)
-            group.polled = wanted
+    def _look_at(self, group: _Group, readable: Mapping[Any, int]) -> None:
+        # With auto most wires of a rank are idle, and each costs a round 10 us, 40 on a cold
+        # processor
+        if not (readable.keys().isdisjoint(group.polled) and group.member.is_idle):
+            group.handler(group.member)
+
+    def _sync(self, group: _Group) -> None:
+        wanted = tuple(group.member.pollables())
+        if wanted == group.polled:
+            return
+        for socket in set(group.polled) - set(wanted):
+            self._poller.unregister(socket)
+        for socket in set(wanted) - set(group.polled):
+            self._poller.register(socket, zmq.POLLIN)
+        group.polled = wanted
 
     def _wait_ms(self) -> int:
         """Until the first timer; -1 without one. Rounded up: a timer never fires early."""

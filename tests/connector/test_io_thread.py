@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import zmq
@@ -266,6 +268,69 @@ def test_an_idle_transport_is_asked_where_it_can_be_read_and_when_it_is_idle_no_
         assert asked[1] == []
         io.post(io.unwatch_groups)
         assert io.stop(2)
+
+
+# ------------------------------------------------------------------ what fails in each round
+
+
+class _Failing:
+    """A transport of which a look fails."""
+
+    def __init__(self, look: str) -> None:
+        self._look = look
+
+    def pollables(self) -> tuple[int, ...]:
+        if self._look == "pollables":
+            raise ZeroDivisionError
+        return ()
+
+    @property
+    def is_idle(self) -> bool:
+        if self._look == "is_idle":
+            raise ZeroDivisionError
+        return False
+
+
+class _FailingContext(AbstractContextManager[None]):
+    def __exit__(self, *_: object) -> None:
+        raise ZeroDivisionError
+
+
+def no_poll(*_: object) -> None:
+    raise zmq.ZMQError(errno.ENOMEM)
+
+
+@pytest.mark.parametrize("what", ["pollables", "is_idle", "context", "poll"])
+def test_what_fails_in_each_round_keeps_nothing_else_from_its_turn(
+    what: str,
+    pair: tuple[ZmqSocket, ZmqSocket],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = pair
+    errors: list[int] = []
+    within = _FailingContext() if what == "context" else None
+    io = IoThread("io", lambda: errors.append(1), within=within)
+    done: list[str] = []
+    wanted = {"wire", "message", "timer", "deferred"}
+    if what == "poll":
+        monkeypatch.setattr(zmq.Poller, "poll", no_poll)
+        wanted.remove("message")
+    io.watch_group(_Failing(what), lambda _: None)
+    io.watch_group(_Quiet(), lambda _: done.append("wire"))
+    io.watch(near, lambda: done.append(near.recv().decode()))
+    io.start()
+    for _ in range(3):
+        done.clear()
+        far.send(b"message")
+        io.post(lambda: io.after(0.01, lambda: done.append("timer")))
+        io.post(lambda: io.defer(lambda: done.append("deferred")))
+        until(lambda: wanted <= {*done})
+    assert len(errors) > 3
+    assert len(caplog.messages) == 1  # how many there were is told with the next one
+    io.post(io.unwatch_groups)
+    io.post(lambda: io.unwatch(near))
+    assert io.stop(10)
 
 
 # ------------------------------------------------------------------ what is deferred
