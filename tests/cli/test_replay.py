@@ -116,6 +116,8 @@ class Scripted:
                     self._server.send(client, info)
                 elif isinstance(message, Abort):
                     self.taken_back.append(message)
+                    # An engine says nothing more of it, also where it had no time to begin
+                    waiting = [each for each in waiting if each[1].request_id != message.request_id]
                     for answer in self._aborted(self._known[message.request_id]):
                         self._server.send(client, answer)
                 elif isinstance(message, Generate):
