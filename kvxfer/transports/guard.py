@@ -194,7 +194,14 @@ class Guard:
     def _main(self) -> None:
         try:
             while True:
-                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+                frames = self._socket.recv_multipart()
+                try:
+                    answer = self._answer(frames)
+                except Exception:  # noqa: BLE001  # others are admitted all the same
+                    if self._warned.note("", time.monotonic()):
+                        _log.exception("a connection is refused that could not be judged")
+                    answer = _said(frames, b"500", "unforeseen")
+                self._socket.send_multipart(answer)
         except zmq.ContextTerminated:
             pass
         finally:
@@ -202,7 +209,7 @@ class Guard:
 
     def _answer(self, frames: list[bytes]) -> list[bytes]:
         """Frames: version, request id, domain, address, routing id, mechanism, CURVE key."""
-        _, request_id, _, raw_address, _, mechanism, *credentials = frames
+        _, _, _, raw_address, _, mechanism, *credentials = frames
         address, now_s = raw_address.decode(errors="replace"), time.monotonic()
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else None
         why = why_refused(self._config, address, key)
@@ -213,14 +220,11 @@ class Guard:
             who = "another user" if is_user else address
             if self._warned.note(who, now_s):
                 _log.warning("a connection from %s was refused: %s", address or "nowhere", why)
-            status, text = b"400", why.encode()
-        elif self._has_to_wait(address, now_s):
+            return _said(frames, b"400", why)
+        if self._has_to_wait(address, now_s):
             self._on_refused("penalty")
-            status, text = b"300", b"later"  # a peer that is admitted tries again
-        else:
-            status, text = b"200", b"OK"
-        # ZeroMQ states the user id with each message of the connection
-        return [b"1.0", request_id, status, text, (key or "").encode(), b""]
+            return _said(frames, b"300", "later")  # a peer that is admitted tries again
+        return _said(frames, b"200", "OK", key or "")
 
     def _has_to_wait(self, address: str, now_s: float) -> bool:
         if self._penalties.holds(address, now_s):
@@ -236,6 +240,11 @@ class Guard:
                 BEGUN_S,
             )
         return True
+
+
+def _said(frames: list[bytes], status: bytes, text: str, user_id: str = "") -> list[bytes]:
+    """The answer to a request. ZeroMQ states the user id with each message of the connection."""
+    return [b"1.0", frames[1], status, text.encode(), user_id.encode(), b""]
 
 
 # ------------------------------------------------------------------ the Unix socket beside a port

@@ -135,15 +135,25 @@ class Listener:
                 self._wake.clear()
             for fd in ready:
                 if fd in self._strangers:
-                    self._hear(fd, self._strangers[fd])
+                    self._guard(self._hear, fd)
             if self._socket.fileno() in ready:
-                self._accept()
+                self._guard(self._accept, self._socket.fileno())
             now_s = time.monotonic()
             for fd in [fd for fd, each in self._strangers.items() if each.until_s <= now_s]:
                 self._refuse(fd, "handshake")
         for stranger in self._strangers.values():
             stranger.sock.close()
         self._strangers.clear()
+
+    def _guard(self, call: Callable[[int], None], fd: int) -> None:
+        """What cannot be foreseen costs one connection, not the thread that admits all others."""
+        try:
+            call(fd)
+        except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
+            if self._warned.note("", time.monotonic()):
+                _log.exception("tcp: a connection is refused that could not be judged")
+            if fd in self._strangers:
+                self._refuse(fd, "handshake")
 
     def _wait(self) -> list[int]:
         """Until somebody comes, says something, or has taken too long."""
@@ -157,7 +167,7 @@ class Listener:
             until_s.append(self._deaf_until_s)
         return [fd for fd, _ in poll.poll(_ms(min(until_s) - now_s) if until_s else None)]
 
-    def _accept(self) -> None:
+    def _accept(self, _: int) -> None:
         try:
             sock, found = self._socket.accept()
         except OSError as exc:
@@ -185,7 +195,8 @@ class Listener:
         elif len(self._strangers) >= MOST_UNPROVED:
             self._refuse(next(iter(self._strangers)), "handshake")
 
-    def _hear(self, fd: int, stranger: _Stranger) -> None:
+    def _hear(self, fd: int) -> None:
+        stranger = self._strangers[fd]
         try:
             said = stranger.sock.recv(HELLO.size - len(stranger.said))
         except BlockingIOError:

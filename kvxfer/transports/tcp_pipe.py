@@ -175,7 +175,7 @@ class _Sockets:
 
     def start(self, sock: socket.socket, serve: Callable[[socket.socket], None], most: int) -> bool:
         """A thread for the socket, which is this object's now. False if it is closed or has as many
-        as it may.
+        as it may. Raises PipeBroken, and closes it, where this process may have no more threads.
         """
         thread = threading.Thread(
             target=self._main, args=(sock, serve), name=self._name, daemon=True
@@ -183,8 +183,12 @@ class _Sockets:
         with self._changing:
             if self.is_closed or len(self._threads) >= most:
                 return False
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                sock.close()
+                raise PipeBroken(f"tcp: expected a thread for a socket, got {exc}") from exc
             self._threads[sock] = thread
-            thread.start()
         return True
 
     def _main(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
@@ -257,7 +261,11 @@ class TcpSourceLane(SourceLane):
 
     def _admit(self, sock: socket.socket) -> bool:
         serve = partial(self._serve, len(self._sockets))  # one listener calls this
-        return self._sockets.start(sock, serve, self.num_sockets)
+        try:
+            return self._sockets.start(sock, serve, self.num_sockets)
+        except PipeBroken as exc:
+            self._break(str(exc))
+            return False
 
     @property
     def is_closed(self) -> bool:

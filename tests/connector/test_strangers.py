@@ -72,6 +72,12 @@ def dealer(endpoint: str, **options: Any) -> Iterator[zmq.Socket[bytes]]:
         yield socket
 
 
+def ping(socket: zmq.Socket[bytes]) -> None:
+    socket.send(encode(Ping()))
+    assert socket.poll(30_000)
+    assert isinstance(decode_to_sink(socket.recv()), Pong)
+
+
 def is_kept_out(endpoint: str) -> bool:
     """Whether a new connection is ended at once."""
     try:
@@ -149,13 +155,13 @@ def test_an_address_that_connects_all_the_time_has_to_wait(
     monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: 100.0))
     penalties = guard.penalties_of(service_of(engine)._context)
     with dealer(engine.endpoint) as honest:
+        ping(honest)
         for _ in range(guard.MOST_BEGUN - 20):
             penalties.begun("127.0.0.1", 100.0)
         for _ in range(20 - 1):
             zmtp.connect(engine.endpoint).close()
         assert is_kept_out(engine.endpoint)
-        honest.send(encode(Ping()))
-        assert honest.poll(30_000)
+        ping(honest)
     (warned,) = (each.message for each in caplog.records if "expected at most 1024" in each.message)
     assert "127.0.0.1" in warned
     until(lambda: engine.count("connections.refused.penalty") >= 1)
@@ -175,13 +181,11 @@ def test_an_address_that_misbehaved_has_to_wait_and_others_of_it_go_on(
         closing(zmtp.connect(endpoint)) as peer,
         closing(zmtp.connect(endpoint)) as silent,
     ):
-        honest.send(encode(Ping()))
-        assert honest.poll(30_000)
+        ping(honest)
         peer.sendall(zmtp.EMPTY_PART * 20_000 + zmtp.EMPTY_END)
         assert zmtp.has_ended(peer)
         assert zmtp.has_ended(silent)
-        honest.send(encode(Ping()))
-        assert honest.poll(30_000)
+        ping(honest)
     assert is_kept_out(endpoint)
 
     def is_let_in() -> bool:
@@ -293,13 +297,12 @@ def test_who_reads_no_answers_is_sent_away(
     """And who reads them is served as long as it likes."""
     hellos = zmtp.frame(encode(Hello((1, 1), (), "e", b"i" * 16))) * 1000
     with dealer(engine.endpoint) as honest, closing(zmtp.connect(engine.endpoint)) as peer:
+        ping(honest)  # before: who has said nothing is sent away with others of its address
         sent = 0
         while "it does not read what it asks for" not in caplog.text:
             with suppress(OSError):  # it has been sent away
                 peer.sendall(hellos)
-            honest.send(encode(Ping()))
-            assert honest.poll(30_000)
-            honest.recv()
+            ping(honest)
             sent += 1
             assert sent < 1000
     assert is_kept_out(engine.endpoint)

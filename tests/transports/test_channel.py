@@ -5,12 +5,33 @@ from __future__ import annotations
 import time
 from contextlib import closing
 
+import pytest
 import zmq
 
 from kvxfer.config import Config
 from kvxfer.transports.channel import Bounds, Router
-from kvxfer.transports.guard import Guard
+from kvxfer.transports.guard import Guard, penalties_of
 from tests import zmtp
+
+
+def test_what_cannot_be_foreseen_costs_one_handshake(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(reason: str) -> None:
+        raise ZeroDivisionError
+
+    config = Config()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    guard = Guard(context, config, fail)
+    with closing(Router(context, config, Bounds(1000, 1000, 10))) as router:
+        penalties_of(context).add("127.0.9.9", time.monotonic())
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"refused|expected|reset"):
+                zmtp.connect(router.endpoint, address="127.0.9.9")
+        with closing(zmtp.connect(router.endpoint)) as peer:
+            peer.sendall(zmtp.frame(b"x"))
+            assert router.socket.poll(30_000)
+    context.term()
+    guard.join()
+    assert len(caplog.messages) == 1
 
 
 def test_a_peer_that_is_silent_is_gone_by_name_after_peer_silent_s() -> None:

@@ -496,6 +496,69 @@ def test_a_sink_connects_to_admitted_addresses_only(address: bytes, sentence: st
 # ------------------------------------------------------------------ whom a listener admits
 
 
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_source_that_may_have_no_more_threads_says_so_and_admits_others_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with two_ends() as ends:
+        other = ends.sink_pipe.open_sink(SLOTS)
+        source = ends.source_pipe.open_source(other.address, SLOTS)
+        address = msgspec.msgpack.decode(source.address, type=SourceAddress)
+        with monkeypatch.context() as patch, closing(dial(address)) as sock:
+            patch.setattr(threading.Thread, "start", _no_thread)
+            sock.sendall(HELLO.pack(GREETING, address.connection, address.token))
+            assert sock.recv(16, socket.MSG_WAITALL) == address.answer
+            assert has_ended(sock)
+        with pytest.raises(PipeBroken, match="expected a thread for a socket, got can't start"):
+            source.heard()
+        source.close()
+        ends.sink.connected(ends.source.address)
+        ends.send(0, 0, 1, 100)
+        assert ends.take() == 0
+
+
+def test_a_sink_that_may_have_no_more_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_ends() as ends:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", _no_thread)
+            with pytest.raises(PipeBroken, match="expected a thread for a socket, got can't start"):
+                ends.sink.connected(ends.source.address)
+        ends.sink.close()
+        assert threads().count("kvxfer-tcp-take") == 0
+
+
+def test_what_cannot_be_foreseen_costs_one_connection(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(sock: socket.socket) -> bool:
+        raise ZeroDivisionError
+
+    admitted: list[socket.socket] = []
+
+    def admit(sock: socket.socket) -> bool:
+        admitted.append(sock)
+        return True
+
+    with closing(tcp_listener.Listener(Config())) as listener:
+        for number, take in enumerate((fail, fail, admit)):
+            expected = tcp_listener.Expected(number, take)
+            listener.expect(expected)
+            address = SourceAddress(
+                listener.host, listener.port, number, expected.token, expected.answer, 1
+            )
+            with closing(dial(address)) as sock:
+                sock.sendall(HELLO.pack(GREETING, number, expected.token))
+                assert sock.recv(16, socket.MSG_WAITALL) == expected.answer
+                if take is fail:
+                    assert has_ended(sock)
+                else:
+                    until(lambda: admitted)
+        admitted[0].close()
+        assert listener.take_counts() == {"refused.handshake": 2}
+    assert len(caplog.messages) == 1
+
+
 def dial(address: SourceAddress, own: str = "") -> socket.socket:
     place = address.host, address.port
     sock = socket.create_connection(place, timeout=WAIT_S, source_address=(own, 0))
