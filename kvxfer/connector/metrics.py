@@ -165,7 +165,7 @@ METRICS = (
              "Control messages that were late, repeated, dropped or not understood.",
              r"((?:control|keep|cancel|aborts)\..+)"),
     _counter("internal_errors", "errors", "reason",
-             "Errors that should not occur; each is in the log.",
+             "Errors that should not occur; the log has each kind once a minute.",
              r"(io\.errors|loads\.unforeseen|offers\.unforeseen)",
              ("io_errors", "loads_unforeseen", "offers_unforeseen")),
     _counter("wire_problems", "events", "wire reason",
