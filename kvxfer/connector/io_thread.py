@@ -47,6 +47,12 @@ unread messages.
 """
 CATCH_UP_MS = 20
 """How long a late thread lets ZeroMQ read before it believes that nothing has come."""
+STANDS_S = 5.0
+"""A round takes milliseconds. One that takes so long stands: in a call that does not return, or
+stopped from outside.
+"""
+OFTEN_S = 1.0
+"""Who looks whether it stands looks as often at least, or begins anew."""
 FAILED_S = 0.01
 """Between two polls that fail, which might follow each other without end."""
 MOST_PLACES = 64
@@ -135,6 +141,9 @@ class IoThread:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._stopping = False
+        self._num_rounds = 0
+        self._seen = (-1, 0.0, 0.0)
+        """By ``stack_if_it_stands``: the last round, since when, and when it was looked at."""
         self._written: LogLimit[str] = LogLimit(MOST_PLACES)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -157,6 +166,20 @@ class IoThread:
             return
         self._awake = True
         self._wake_up()
+
+    def stack_if_it_stands(self, for_s: float = STANDS_S) -> str:
+        """Where the thread stands, if it has begun no round for so long; else "". For a thread that
+        has timers, and for the one thread that looks often.
+        """
+        now_s = time.monotonic()
+        seen, since_s, looked_s = self._seen
+        if seen != self._num_rounds or now_s - looked_s > OFTEN_S:  # else both may have stood
+            seen, since_s = self._num_rounds, now_s
+        self._seen = (seen, since_s, now_s)
+        if now_s - since_s < for_s:
+            return ""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"
 
     def borrow(self) -> bool:
         """Take the thread's place, if the thread sleeps and no posted call waits; else False. Never
@@ -291,6 +314,7 @@ class IoThread:
 
     def _serve(self, timeout_ms: int) -> bool:
         """Handle inbox, sockets and transports once. Returns whether there was anything to do."""
+        self._num_rounds += 1
         for group in self._groups:
             self.guard(self._sync, group)
         self._awake = False  # later wakes write to ``fd``; an earlier one is seen in this poll

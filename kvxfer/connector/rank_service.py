@@ -18,7 +18,7 @@ from kvxfer.connector.access import protection
 from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
-from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.io_thread import STANDS_S, IoThread
 from kvxfer.connector.keeper import Finder, Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
@@ -37,6 +37,7 @@ from kvxfer.connector.records import (
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import IsReady, Served, Source
 from kvxfer.connector.verifier import EVERY, Verifier
+from kvxfer.log_limit import LogLimit
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transfer.costs import REFERENCE_TOKENS
 from kvxfer.transfer.layout import Region
@@ -125,6 +126,7 @@ class RankService:
         self._peer_gauges: dict[str, float] = {}
         self.has_looked = True
         """Set a few times a second: gauges may have changed although nothing was counted."""
+        self._stands: LogLimit[str] = LogLimit()
         self.is_draining = False
         self._num_open: int | None = None
         """As the scheduler has said last; None: it has not heard that it is to drain."""
@@ -397,6 +399,17 @@ class RankService:
             guard(self.sink.load, load, handed_s, after)
         for abort in orders.aborts:
             guard(self.sink.abort, abort)
+
+    def look_at_io(self) -> None:
+        """On the engine thread, in each step: say where the IO thread stands, if it does."""
+        stack = self.io.stack_if_it_stands()
+        if stack and self._stands.note("", time.monotonic()):
+            self._ledger.count("io.stands")
+            _log.error(
+                "rank %s: no load and no offer goes on: expected a round of the IO thread within "
+                "%g s, got none; it stands at\n%s",
+                *(self._rank, STANDS_S, stack),
+            )
 
     def stand(self) -> tuple[dict[str, float], NearSources]:
         """How things stand, by metric and labels (:mod:`kvxfer.connector.metrics`), and what this

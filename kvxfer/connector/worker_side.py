@@ -260,6 +260,8 @@ class WorkerConnector:
         stats, service = self._ledger.take_stats(), self._service
         if stats is not None and stats.loads:
             tell_of(stats.loads, self._identity.rank)
+        if service is not None:
+            service.look_at_io()
         if service is None or (stats is None and not service.has_looked):
             return stats
         service.has_looked = False

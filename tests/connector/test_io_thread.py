@@ -333,6 +333,31 @@ def test_what_fails_in_each_round_keeps_nothing_else_from_its_turn(
     assert io.stop(10)
 
 
+# ------------------------------------------------------------------ one that stands
+
+
+def test_who_looks_is_told_where_it_stands(io: IoThread) -> None:
+    go_on = threading.Event()
+
+    def a_call_that_does_not_return() -> None:
+        go_on.wait(60.0)
+
+    def tick() -> None:
+        io.after(0.02, tick)
+
+    io.after(0.02, tick)
+    io.start()
+    until_s = time.monotonic() + 0.6
+    while time.monotonic() < until_s:
+        assert not io.stack_if_it_stands(for_s=30.0)  # it goes round
+    io.post(a_call_that_does_not_return)
+    time.sleep(1.2)  # nobody has looked: it may be all of the process that stood
+    assert not io.stack_if_it_stands(for_s=0.2)
+    until(lambda: "a_call_that_does_not_return" in io.stack_if_it_stands(for_s=0.2))
+    go_on.set()
+    until(lambda: not io.stack_if_it_stands(for_s=0.2))
+
+
 # ------------------------------------------------------------------ what is deferred
 
 

@@ -18,7 +18,7 @@ from kvxfer.transfer.wire import (
     Reason,
 )
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, WIRES, Engine, expect_copied, until
+from tests.connector.rig import POISON, WIRES, Engine, expect_copied, stuck, until
 
 SOURCE = EngineShape(tp_size=2, num_kv_heads=4, block_tokens=16, layout="HND", num_blocks=12)
 SINK = EngineShape(tp_size=1, num_kv_heads=4, block_tokens=24, layout="NHD", num_blocks=10)
@@ -116,6 +116,23 @@ def test_small_loads_are_quick_and_orders_never_wait() -> None:
             assert sink.received(f"d{number}")
         # About 1 ms when nothing else runs; a poll interval anywhere would show as its multiple.
         assert sorted(durations)[len(durations) // 4] < 0.02
+
+
+def test_an_engine_that_steps_says_where_its_io_thread_stands(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Engine(ONE, "prefill", fill=1) as source:
+        with stuck(source):
+            until(lambda: source.count("io.stands"))
+            for _ in range(3):
+                source.take_stats()
+        (said,) = (each for each in caplog.messages if "it stands at" in each)
+        assert "rank pp0tp0: no load and no offer goes on" in said
+        assert "in stand\n" in said  # what holds it, in tests/connector/rig.py
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        until(lambda: source.count("offers.opened"))
+        assert ref.num_tokens == 16
 
 
 def test_the_second_load_needs_no_second_hello() -> None:
