@@ -30,7 +30,7 @@ from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import Lane, Pipe, PipeBroken, SinkLane, Slots, SourceLane
 from tests.helpers import POISON, assert_same_bytes
 
-CLOSE_MAX_S = 10.0
+CLOSE_MAX_S = 4.0
 """A connection closes within this, also when its peer was killed. Usual are milliseconds, and 0.7 s
 where a library has something under way."""
 TIMEOUT_S = 30.0

@@ -24,6 +24,7 @@ from tests.transports.pipe_contract import (
     leaked,
     scenario_params,
 )
+from tests.transports.pipe_nodes import CLOSE_MAX_S
 
 
 class PartsSource(SourceLane):
@@ -158,7 +159,7 @@ class NeverWakes(PartsSink):
 
 class HangsInClose(PartsSink):
     def close(self) -> None:
-        time.sleep(1.2)
+        time.sleep(CLOSE_MAX_S + 0.2)
 
 
 _kept: list[torch.Tensor] = []

@@ -512,6 +512,7 @@ def test_a_source_that_may_have_no_more_threads_says_so_and_admits_others_later(
             sock.sendall(HELLO.pack(GREETING, address.connection, address.token))
             assert sock.recv(16, socket.MSG_WAITALL) == address.answer
             assert has_ended(sock)
+        until(lambda: source._why)
         with pytest.raises(PipeBroken, match="expected a thread for a socket, got can't start"):
             source.heard()
         source.close()
