@@ -662,17 +662,20 @@ class Source:
     def _open_ready(self) -> None:
         """Open the offers whose events have completed; look at the others again soon."""
         waiting, self._opening = self._opening, []
-        for offer, open_tokens, is_ready in waiting:
-            try:
-                if is_ready():
-                    self._open(offer, open_tokens)
-                else:
-                    self._opening.append((offer, open_tokens, is_ready))
-            except Exception:  # noqa: BLE001  # whatever an event raises is about this offer only
-                _log.exception("request %s: its offer cannot open", offer.request_id)
-                self._break(offer, Reason.PLAN)
+        for each in waiting:
+            self._io.guard(self._open_if_ready, *each)  # what fails must not stop the clock
         if self._opening:
             self._io.after(READY_POLL_S, self._open_ready)
+
+    def _open_if_ready(self, offer: GivenOffer, open_tokens: int, is_ready: IsReady) -> None:
+        try:
+            if is_ready():
+                self._open(offer, open_tokens)
+            else:
+                self._opening.append((offer, open_tokens, is_ready))
+        except Exception:  # noqa: BLE001  # whatever an event raises is about this offer only
+            self._break(offer, Reason.PLAN)
+            _log.exception("request %s: its offer cannot open", offer.request_id)
 
     def _open(self, offer: GivenOffer, open_tokens: int) -> None:
         """Raises ValueError where blocks are missing."""

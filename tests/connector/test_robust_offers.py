@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,8 +89,19 @@ def _pull(source: Engine, ref: SourceRef, *, digest: bytes = DIGEST, wire: str =
     )
 
 
-def test_an_event_that_raises_breaks_its_offer_and_no_other() -> None:
+def _fail_to_write(record: logging.LogRecord) -> bool:
+    if "its offer cannot open" in record.getMessage():
+        raise OSError("no space left on device")
+    return True
+
+
+@pytest.mark.parametrize("can_write", [True, False], ids=["written", "not even written"])
+def test_an_event_that_raises_breaks_its_offer_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, can_write: bool
+) -> None:
     is_late, num_steps = False, 0
+    log = logging.getLogger("kvxfer.connector")
+    monkeypatch.setattr(log, "filters", [] if can_write else [_fail_to_write])
 
     def ready() -> IsReady:
         nonlocal num_steps
@@ -104,6 +116,7 @@ def test_an_event_that_raises_breaks_its_offer_and_no_other() -> None:
         return event
 
     with Engine(ONE, "prefill", fill=1, ready_event=ready) as source:
+        source.expected_io_errors = 0 if can_write else 1
         for name in ("p0", "p1"):
             source.offer(name, 16, [1])
         source.compute("p0")
@@ -150,7 +163,7 @@ def test_the_lease_of_an_offer_runs_before_anything_can_fail(
         source.expected_io_errors = 1
         source.offer("p", 16, [1])
         source.compute("p")
-        until(lambda: source.sent("p"), 2)  # the first end failed, the clock went on
+        until(lambda: source.sent("p"))  # the first end failed, the clock went on
         assert num_broken == 2
 
 
