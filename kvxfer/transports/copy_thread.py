@@ -16,7 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
@@ -287,15 +287,12 @@ class Mailbox(Generic[T]):
         self._told = True
         self._wake()
 
-    def drain(self) -> list[T]:
-        """All unread items; never blocks."""
-        # The flag goes down before the first look, so an item that comes after the last look wakes
-        # again.
+    def drain(self) -> Iterator[T]:
+        """The unread items of now; never blocks. Those behind one that the reader fails at stay."""
+        # The flag goes down before the look, so an item that comes after it wakes again.
         self._told = False
-        found: list[T] = []
-        while not self._items.empty():
-            found.append(self._items.get_nowait())
-        return found
+        for _ in range(self._items.qsize()):
+            yield self._items.get_nowait()
 
     def take(self) -> T:
         """Wait for one item: for the end of jobs at shutdown."""

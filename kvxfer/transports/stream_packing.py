@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -225,12 +225,12 @@ class DevicePacker:
         if self._ended:
             self._wake()
 
-    def drain(self) -> Iterable[ChunkJob]:
+    def drain(self) -> Iterator[ChunkJob]:
         for copied in self._copied.drain():
             self._on_copied(copied)
         self._advance()
-        ended, self._ended = self._ended, deque()
-        return ended
+        for _ in range(len(self._ended)):
+            yield self._ended.popleft()
 
     def take(self) -> ChunkJob:
         while not self._ended:

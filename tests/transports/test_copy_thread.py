@@ -190,6 +190,24 @@ def test_mailbox_wakes_once_for_what_lies_unread() -> None:
     assert mailbox.take() == 3
 
 
+def test_what_lies_behind_an_item_that_its_reader_fails_at_stays() -> None:
+    wakes: list[None] = []
+    mailbox: Mailbox[int] = Mailbox(lambda: wakes.append(None))
+    for number in range(4):
+        mailbox.put(number)
+
+    def read() -> None:
+        for number in mailbox.drain():
+            mailbox.put(10 + number)  # comes later, and wakes
+            if number == 1:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        read()
+    assert len(wakes) == 2
+    assert list(mailbox.drain()) == [2, 3, 10, 11]
+
+
 # ------------------------------------------------------------------ small jobs
 
 
