@@ -143,8 +143,8 @@ class IoThread:
         self._stopping = False
         self._num_rounds = 0
         self._seen = (-1, 0.0, 0.0)
-        """By ``stack_if_it_stands``: the last round, since when, and when it was looked at."""
-        self._written: LogLimit[str] = LogLimit(MOST_PLACES)
+        """By ``stands``: the last round, since when, and when it was looked at."""
+        self._written: LogLimit[tuple[str, int]] = LogLimit(MOST_PLACES)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     # -------------------------------------------------- from any thread
@@ -167,17 +167,19 @@ class IoThread:
         self._awake = True
         self._wake_up()
 
-    def stack_if_it_stands(self, for_s: float = STANDS_S) -> str:
-        """Where the thread stands, if it has begun no round for so long; else "". For a thread that
-        has timers, and for the one thread that looks often.
+    def stands(self, for_s: float = STANDS_S) -> bool:
+        """Whether the thread has begun no round for so long. For a thread that has timers, and for
+        the one thread that looks often.
         """
         now_s = time.monotonic()
         seen, since_s, looked_s = self._seen
         if seen != self._num_rounds or now_s - looked_s > OFTEN_S:  # else both may have stood
             seen, since_s = self._num_rounds, now_s
         self._seen = (seen, since_s, now_s)
-        if now_s - since_s < for_s:
-            return ""
+        return now_s - since_s >= for_s
+
+    def stack(self) -> str:
+        """Where the thread is now."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"
 
@@ -283,9 +285,8 @@ class IoThread:
     def _note_failure(self) -> None:
         """Count it and write its stack, once a minute for each place: it may come in each round."""
         self._on_error()
-        places = traceback.extract_tb(sys.exc_info()[2], limit=-1)
-        num = self._written.note(f"{places[0].filename}:{places[0].lineno}", time.monotonic())
-        if num:
+        *_, (frame, line) = traceback.walk_tb(sys.exc_info()[2])
+        if num := self._written.note((frame.f_code.co_filename, line), time.monotonic()):
             text = "%s: a handler failed (%d times); the loop goes on"
             _log.exception(text, self._thread.name, num)
 
@@ -294,10 +295,7 @@ class IoThread:
     def _main(self) -> None:
         self._turn.acquire()
         while not self._stopping:
-            try:
-                self._round()
-            except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
-                self._note_failure()
+            self.guard(self._round)
         self.run_posted()  # calls whose post returned True before the end was seen
 
     def _round(self) -> None:

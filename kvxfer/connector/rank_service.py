@@ -402,13 +402,12 @@ class RankService:
 
     def look_at_io(self) -> None:
         """On the engine thread, in each step: say where the IO thread stands, if it does."""
-        stack = self.io.stack_if_it_stands()
-        if stack and self._stands.note("", time.monotonic()):
+        if self.io.stands() and self._stands.note("", time.monotonic()):
             self._ledger.count("io.stands")
             _log.error(
                 "rank %s: no load and no offer goes on: expected a round of the IO thread within "
                 "%g s, got none; it stands at\n%s",
-                *(self._rank, STANDS_S, stack),
+                *(self._rank, STANDS_S, self.io.stack()),
             )
 
     def stand(self) -> tuple[dict[str, float], NearSources]:

@@ -260,10 +260,11 @@ class WorkerConnector:
         stats, service = self._ledger.take_stats(), self._service
         if stats is not None and stats.loads:
             tell_of(stats.loads, self._identity.rank)
-        if service is not None:
-            service.look_at_io()
-        if service is None or (stats is None and not service.has_looked):
+        if service is None:
             return stats
+        service.look_at_io()
+        if stats is None and not service.has_looked:
+            return None
         service.has_looked = False
         before = self._gauges
         self._gauges, near = service.stand()

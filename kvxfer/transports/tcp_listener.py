@@ -137,7 +137,7 @@ class Listener:
                 if fd in self._strangers:
                     self._guard(self._hear, fd)
             if self._socket.fileno() in ready:
-                self._guard(self._accept, self._socket.fileno())
+                self._guard(self._accept)
             now_s = time.monotonic()
             for fd in [fd for fd, each in self._strangers.items() if each.until_s <= now_s]:
                 self._refuse(fd, "handshake")
@@ -145,14 +145,14 @@ class Listener:
             stranger.sock.close()
         self._strangers.clear()
 
-    def _guard(self, call: Callable[[int], None], fd: int) -> None:
+    def _guard(self, call: Callable[..., None], *strangers: int) -> None:
         """What cannot be foreseen costs one connection, not the thread that admits all others."""
         try:
-            call(fd)
+            call(*strangers)
         except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
             if self._warned.note("", time.monotonic()):
                 _log.exception("tcp: a connection is refused that could not be judged")
-            if fd in self._strangers:
+            for fd in self._strangers.keys() & strangers:
                 self._refuse(fd, "handshake")
 
     def _wait(self) -> list[int]:
@@ -167,7 +167,7 @@ class Listener:
             until_s.append(self._deaf_until_s)
         return [fd for fd, _ in poll.poll(_ms(min(until_s) - now_s) if until_s else None)]
 
-    def _accept(self, _: int) -> None:
+    def _accept(self) -> None:
         try:
             sock, found = self._socket.accept()
         except OSError as exc:

@@ -161,7 +161,7 @@ class _Memory:
 
 class _Sockets:
     """The sockets of one end of a connection, and their threads. ``on_end`` is called on such a
-    thread when it ends before ``close``, with the reason.
+    thread when it ends before ``close``, with the reason; and where it cannot start.
     """
 
     def __init__(self, name: str, on_end: Callable[[str], None]) -> None:
@@ -175,7 +175,7 @@ class _Sockets:
 
     def start(self, sock: socket.socket, serve: Callable[[socket.socket], None], most: int) -> bool:
         """A thread for the socket, which is this object's now. False if it is closed or has as many
-        as it may. Raises PipeBroken, and closes it, where this process may have no more threads.
+        as it may, or where this process may have no more threads.
         """
         thread = threading.Thread(
             target=self._main, args=(sock, serve), name=self._name, daemon=True
@@ -186,8 +186,8 @@ class _Sockets:
             try:
                 thread.start()
             except RuntimeError as exc:
-                sock.close()
-                raise PipeBroken(f"tcp: expected a thread for a socket, got {exc}") from exc
+                self._tell(f"tcp: expected a thread for a socket, got {exc}")
+                return False
             self._threads[sock] = thread
         return True
 
@@ -261,11 +261,7 @@ class TcpSourceLane(SourceLane):
 
     def _admit(self, sock: socket.socket) -> bool:
         serve = partial(self._serve, len(self._sockets))  # one listener calls this
-        try:
-            return self._sockets.start(sock, serve, self.num_sockets)
-        except PipeBroken as exc:
-            self._break(str(exc))
-            return False
+        return self._sockets.start(sock, serve, self.num_sockets)
 
     @property
     def is_closed(self) -> bool:
@@ -400,6 +396,7 @@ class TcpSinkLane(SinkLane):
             serve = partial(self._serve, source)
             if not self._sockets.start(sock, serve, self.num_sockets):
                 sock.close()
+                self._check()
         _log.debug("tcp: %s:%d: %d sockets", source.host, source.port, self.num_sockets)
 
     def announced(

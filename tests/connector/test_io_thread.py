@@ -349,13 +349,14 @@ def test_who_looks_is_told_where_it_stands(io: IoThread) -> None:
     io.start()
     until_s = time.monotonic() + 0.6
     while time.monotonic() < until_s:
-        assert not io.stack_if_it_stands(for_s=30.0)  # it goes round
+        assert not io.stands(for_s=30.0)  # it goes round
     io.post(a_call_that_does_not_return)
     time.sleep(1.2)  # nobody has looked: it may be all of the process that stood
-    assert not io.stack_if_it_stands(for_s=0.2)
-    until(lambda: "a_call_that_does_not_return" in io.stack_if_it_stands(for_s=0.2))
+    assert not io.stands(for_s=0.2)
+    until(lambda: io.stands(for_s=0.2))
+    assert "a_call_that_does_not_return" in io.stack()
     go_on.set()
-    until(lambda: not io.stack_if_it_stands(for_s=0.2))
+    until(lambda: not io.stands(for_s=0.2))
 
 
 # ------------------------------------------------------------------ what is deferred

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -40,6 +38,7 @@ from kvxfer.transports.ucx_pipe import (
 from tests.helpers import assert_same_bytes, needs_ucxx, run_pair
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,
+    Held,
     PipeCase,
     check_pipe,
     scenario_names,
@@ -416,20 +415,6 @@ def test_between_gpus_a_payload_that_was_announced_is_looked_for_and_not_for_eve
 # ------------------------------------------------------------------ ends that were closed
 
 
-def descriptors() -> Counter[str]:
-    """How many of each kind are open.
-
-    A test asks whether there are more than before. There may be fewer: what an earlier test has
-    left goes when it is collected.
-    """
-    folder = "/proc/self/fd"
-    kinds: Counter[str] = Counter()
-    for name in os.listdir(folder):
-        with suppress(FileNotFoundError):  # the folder's own
-            kinds[re.sub(r"\d+", "", os.readlink(f"{folder}/{name}"))] += 1
-    return kinds
-
-
 @needs_ucxx
 @pytest.mark.parametrize("first", ["source", "sink"])
 @pytest.mark.parametrize("num_turns", [0, 1, 5])
@@ -438,7 +423,7 @@ def test_large_sends_on_their_way_leave_nothing_when_they_are_closed(
 ) -> None:
     with two_ends() as ends:
         assert told_after(ends, ends.source) == b"first"  # these two have all their descriptors
-        before = descriptors()
+        before = Held.now().fds
         for _ in range(4):
             sink = ends.sink_pipe.open_sink(SLOTS)
             source = ends.source_pipe.open_source(sink.address, SLOTS)
@@ -452,7 +437,7 @@ def test_large_sends_on_their_way_leave_nothing_when_they_are_closed(
                 lane.close()
             ends.until(lambda: ends.source_pipe.is_idle and ends.sink_pipe.is_idle)
             del lane, sink, source
-            assert not descriptors() - before
+            assert not Held.now().fds - before  # an earlier test's may go meanwhile
 
 
 @needs_ucxx
@@ -499,7 +484,7 @@ def test_what_outlives_its_pipe_goes_to_another_one(monkeypatch: pytest.MonkeyPa
     wakes: list[bool] = []
     with two_ends(lambda: wakes.append(True)) as ends:
         assert told_after(ends, ends.source) == b"first"
-        before = descriptors()
+        before = Held.now().fds
         trial = ucx_pipe(CPU, lambda: None)
         sink = trial.open_sink(SLOTS)
         source = ends.source_pipe.open_source(sink.address, SLOTS)
@@ -514,7 +499,7 @@ def test_what_outlives_its_pipe_goes_to_another_one(monkeypatch: pytest.MonkeyPa
         source.close()
         ends.until(lambda: ends.source_pipe.is_idle and ends.sink_pipe.is_idle)
         del sink, source, trial
-        assert not descriptors() - before
+        assert not Held.now().fds - before  # an earlier test's may go meanwhile
 
 
 def kept_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
