@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 import zmq
 
 from kvxfer.log_limit import LogLimit
-from kvxfer.transports.wake_up import WakeUp
+from kvxfer.transports import wake_up
 
 ZmqSocket = zmq.Socket[bytes]
 Call = Callable[[], object]
@@ -57,6 +57,10 @@ FAILED_S = 0.01
 """Between two polls that fail, which might follow each other without end."""
 MOST_PLACES = 64
 """Of failures of a minute that are written."""
+LEISURE_S = 0.005
+"""What a borrower has deferred leaves so much later at most. The borrower is the engine's thread,
+and has its step's work to launch, which takes milliseconds: it would share the interpreter.
+"""
 OVERDUE_S = 0.1
 """Timers wait for sockets no longer than this: a flood must not stop the clocks. Each reader has a
 turn of 1 ms (``visitors``) and what it began, so that a round beside it is short, too.
@@ -124,7 +128,7 @@ class IoThread:
         self._within = within
         self.posted: deque[_Later] = deque()
         """Calls that wait for :meth:`run_posted`."""
-        self._wake_up = WakeUp()
+        self._wake_up = wake_up.WakeUp()
         self._awake = False
         self._is_wanted = False
         self.deferred: deque[_Later] = deque()
@@ -136,6 +140,10 @@ class IoThread:
         """Whoever runs is not the thread itself: what touches a socket is to be deferred."""
         self._poller = zmq.Poller()
         self._poller.register(self._wake_up.fd, zmq.POLLIN)
+        self._leisure = wake_up.Timer()
+        self._has_leisure = False
+        """The timer is set, for what is deferred."""
+        self._poller.register(self._leisure.fd, zmq.POLLIN)
         self._handlers: dict[ZmqSocket, Call] = {}
         self._groups: list[_Group] = []
         self._timers: list[tuple[float, int, Timer]] = []
@@ -196,12 +204,17 @@ class IoThread:
         return True
 
     def give_back(self) -> None:
-        """The thread goes on with the calls that were deferred or posted meanwhile."""
+        """The thread goes on with the calls that were posted meanwhile; with those that were
+        deferred in its next round, LEISURE_S later at most.
+        """
         if self._entered is not None:
             self._leave(self._entered)
+        if self.deferred and not self._has_leisure:
+            self._has_leisure = True
+            self._leisure.set(LEISURE_S)
         self.is_lent = self._awake = False
         self._turn.release()
-        if self._is_wanted or self.deferred or self.posted:
+        if self._is_wanted or self.posted:
             self.wake()
 
     def stop(self, timeout_s: float) -> bool:
@@ -216,6 +229,7 @@ class IoThread:
         if self._thread.is_alive():
             return False
         self._wake_up.close()
+        self._leisure.close()
         return True
 
     # -------------------------------------------------- on the thread or in its place (or before)
@@ -318,6 +332,9 @@ class IoThread:
         self._awake = False  # later wakes write to ``fd``; an earlier one is seen in this poll
         ready = self._poll(timeout_ms)
         self._awake, self._is_wanted = True, False  # before the inbox is read
+        if self._has_leisure:
+            self._has_leisure = False
+            self._leisure.set(0)
         readable = dict(ready)  # in the order of watching
         if self._within is not None:
             self._enter(self._within)

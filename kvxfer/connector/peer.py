@@ -213,6 +213,7 @@ class Peer:
     def _send(self, endpoint: str, message: ToSource) -> None:
         if self._around.io.is_lent:  # a borrower of the IO thread's turn touches no socket
             self._around.io.defer(self._send, endpoint, message)
+            self._around.io.wake()
         elif not self._is_closed:
             client = self._clients.get(endpoint) or self._connect(endpoint)
             client.send(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -34,6 +35,40 @@ class WakeUp:
     def clear(self) -> None:
         """Reset ``fd``; call it before the look at what the wake was for."""
         self._file.read(8)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter; from Python 3.13 on os has them
+_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # TFD_NONBLOCK and TFD_CLOEXEC
+
+
+class _Times(ctypes.Structure):
+    """itimerspec: seconds and nanoseconds, twice."""
+
+    _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "first_s", "first_ns")]
+
+
+class Timer:
+    """A descriptor that can be read after a time. The kernel keeps that (timerfd_create(2)): a
+    thread that did would want the interpreter to begin, and Python's poll its own round.
+
+    Raises OSError where the process can have no descriptor more.
+    """
+
+    def __init__(self) -> None:
+        number = _libc.timerfd_create(time.CLOCK_MONOTONIC, _FLAGS)
+        if number < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._file = open(number, "rb", buffering=0)  # noqa: SIM115  # until ``close``
+        self.fd = number
+
+    def set(self, delay_s: float) -> None:
+        """Make ``fd`` readable after that long, and not before; 0: not at all."""
+        seconds, rest_s = divmod(delay_s, 1)
+        times = _Times(0, 0, int(seconds), int(rest_s * 1e9))
+        _libc.timerfd_settime(self._file.fileno(), 0, ctypes.byref(times), None)
 
     def close(self) -> None:
         self._file.close()

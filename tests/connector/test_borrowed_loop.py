@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from kvxfer.connector import io_thread
 from kvxfer.connector.io_thread import IoThread
 from tests.connector.rig import until
 
@@ -41,6 +42,56 @@ def test_a_borrower_takes_its_place_and_leaves_the_rest_to_it(io: IoThread) -> N
     asleep(io)
     assert io.borrow()
     io.give_back()
+
+
+@pytest.mark.parametrize("asked", ["nothing", "wake", "post", "another turn"])
+def test_what_a_borrower_defers_leaves_at_leisure(
+    io: IoThread, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread sleeps on, though it is given back: until something else wakes it."""
+    monkeypatch.setattr(io_thread, "LEISURE_S", 3600.0)
+    done: list[str] = []
+    io.start()
+    asleep(io)
+    assert io.borrow()
+    io.defer(lambda: done.append("deferred"))
+    io.give_back()
+    begun = io._num_rounds
+    for fd in (io._wake_up.fd, io._leisure.fd):
+        assert not select.select([fd], [], [], 0)[0]
+    match asked:
+        case "wake":
+            io.wake()
+        case "post":
+            io.post(lambda: done.append("posted"))
+        case "another turn":  # in which somebody waits
+            assert io.borrow()
+            io.defer(lambda: done.append("sent"))
+            io.wake()
+            io.give_back()
+    if asked == "nothing":
+        time.sleep(0.05)
+        assert (io._num_rounds, done) == (begun, [])
+        return
+    until(lambda: "deferred" in done)
+    until(lambda: len(done) == (1 if asked == "wake" else 2))
+    assert done in (["deferred"], ["posted", "deferred"], ["deferred", "sent"])
+    asleep(io)
+    assert not io._has_leisure  # nor is its sleep disturbed for what has left
+
+
+def test_what_is_deferred_leaves_by_itself(io: IoThread) -> None:
+    """Also what a second borrower defers while the first one's waits, and again after that."""
+    done: list[int] = []
+    io.start()
+    for number in range(0, 6, 2):
+        for each in (number, number + 1):
+            asleep(io)
+            assert io.borrow()
+            io.defer(done.append, each)
+            io.give_back()
+        until(lambda number=number: len(done) == number + 2)  # type: ignore[misc]
+    assert done == [*range(6)]
 
 
 @pytest.mark.parametrize("asked", ["wake", "post", "defer"])

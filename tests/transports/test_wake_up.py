@@ -7,7 +7,9 @@ import select
 import threading
 import time
 
-from kvxfer.transports.wake_up import Alarm, Completions, WakeUp
+import pytest
+
+from kvxfer.transports.wake_up import Alarm, Completions, Timer, WakeUp
 
 
 class Bell:
@@ -25,8 +27,8 @@ class Bell:
         return self._rung.acquire(timeout=timeout_s)
 
 
-def is_awake(wake: WakeUp) -> bool:
-    return bool(select.select([wake.fd], [], [], 0)[0])
+def is_awake(wake: WakeUp | Timer, timeout_s: float = 0.0) -> bool:
+    return bool(select.select([wake.fd], [], [], timeout_s)[0])
 
 
 def test_a_wake_lasts_until_it_is_cleared() -> None:
@@ -59,6 +61,23 @@ def test_late_wakes_are_not_written_to_whoever_has_the_number_now() -> None:
     os.close(number)
     if other != number:
         os.close(other)
+
+
+def test_a_timer_can_be_read_after_its_time_unless_it_is_set_anew() -> None:
+    timer, begin_s = Timer(), time.monotonic()
+    timer.set(0.02)
+    assert is_awake(timer, 30.0)
+    assert time.monotonic() >= begin_s + 0.02
+    timer.set(3600.0)
+    assert not is_awake(timer)
+    timer.set(0.001)
+    assert is_awake(timer, 30.0)
+    timer.set(0)
+    assert not is_awake(timer, 0.05)
+    timer.close()
+    timer.close()
+    with pytest.raises(ValueError, match="closed"):
+        timer.set(1.0)
 
 
 def test_it_wakes_once() -> None:
