@@ -342,7 +342,7 @@ class Sink:
         for rank, run in routes.items():
             run.progressed_s = load.started_s
             self._by_key[run.key] = (load, rank)
-        self._asked[order.source.offer] = None
+        self._asked[order.source.offer] = False
         # First: from here on the load ends, whatever fails
         self._look_in(load, min(RETRY_S, self._timeout_s))
         self._keeper.hold_at(order.request_id, order.source, frozenset(routes))
@@ -375,7 +375,8 @@ class Sink:
             return
         load = self._by_offer.get(message.offer)
         if load is None or load.peer is not peer or source not in load.routes:
-            self._ledger.count("control.late")
+            if not self._asked.get(message.offer, False):  # else what it says, the board has said
+                self._ledger.count("control.late")
             return
         match message:
             case Grant():
@@ -631,6 +632,7 @@ class Sink:
         """The Pull that the board has answered: behind the read, which need not wait for it."""
         run = load.routes[source]
         run.owes_pull = False
+        self._asked[load.order.source.offer] = True
         self._peer(load).send_later(source, run.pull)
         self._ledger.count("board.grants")
 

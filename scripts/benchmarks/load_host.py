@@ -124,7 +124,8 @@ class SeededWeights:
                     std = 1.0 if "embed" in name else QKV_STD if "qkv" in name else OTHER_STD
                     parameter.data.normal_(0, std, generator=generator)
         for module in model.modules():
-            if hasattr(module, "kv_b_proj"):  # of latents vLLM derives what decode multiplies with
+            # Of latents vLLM derives what decode multiplies with. The layer around has it, too.
+            if hasattr(module, "kv_b_proj") and hasattr(module, "process_weights_after_loading"):
                 module.process_weights_after_loading(self.model_runner.model_config.dtype)
 
 

@@ -187,6 +187,59 @@ def test_the_engine_begins_what_is_quick(watch: Watch, shape: EngineShape, hold:
         assert sink.count("board.verdicts") == 4 * len(source.workers)
 
 
+@pytest.mark.parametrize("has_board", [True, False])
+def test_the_io_thread_is_woken_for_what_somebody_waits_for(
+    has_board: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the borrower: for a Pull that no board answers. Else it would want the interpreter while
+    the engine's thread launches its step.
+    """
+    woken: list[None] = []
+    wake = IoThread.wake
+
+    def note(io: IoThread) -> None:
+        if io.is_lent and threading.current_thread() is threading.main_thread():
+            woken.append(None)
+        wake(io)
+
+    source, sink = engines(offer_board=has_board)
+    with source, sink:
+        two = Two(source, sink)
+        monkeypatch.setattr(IoThread, "wake", note)
+        name = two.begin()
+        until(lambda: sink.received(name))
+        assert bool(woken) != has_board
+        until(lambda: source.sent(name))
+
+
+@pytest.mark.parametrize("has_board", [True, False])
+def test_an_answer_behind_the_boards_own_is_no_problem(
+    has_board: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source answers the Pull and the Release that its board has answered. What comes of a load
+    that is over is one all the same where no board has spoken.
+    """
+    heard: list[tuple[Any, ...]] = []
+    on_message = Sink.on_message
+
+    def hear(*arguments: Any) -> None:
+        on_message(*arguments)
+        heard.append(arguments)
+
+    monkeypatch.setattr(Sink, "on_message", hear)
+    source, sink = engines(offer_board=has_board)
+    with source, sink:
+        two = Two(source, sink, have_met=False)
+        two.move()
+        two.move()
+        until(lambda: len(heard) == 4)  # a Grant and a Verdict each
+        assert sink.count("board.verdicts") == (2 if has_board else 0)
+        assert sink.count("control.late") == 0
+        two.io.post(hear, *heard[-1])
+        until(lambda: len(heard) == 5)
+        assert sink.count("control.late") == (0 if has_board else 1)
+
+
 def test_the_engine_notes_the_end_of_a_load_while_nobody_wakes_the_io_thread(
     watch: Watch,
 ) -> None:
