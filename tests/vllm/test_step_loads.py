@@ -229,6 +229,33 @@ def test_blocks_are_found_from_the_verdict_on(
     assert pair.sink.begun_at["late"] == 3 * BLOCK
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_step_behind_it_tells_how_long_it_took(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """Nothing that its own step has to tell keeps its token, and nothing is lost or told twice."""
+    pair = Pair(make, monkeypatch, ("fail", is_async))
+    before = pair.sink.stats["requests_loaded"][""]
+    assert before == 1
+    pair.sink.reported.clear()
+    for number in range(3):
+        request = pair.load(f"d{number}", prompt_of(random.Random(number)))
+        pair.sink.run_out()
+        assert_right(request)
+    in_step = [bool(report.kv_connector_worker_meta) for report in pair.sink.reported]
+    told = [
+        sum(report.kv_connector_stats.data["loads"].values())
+        if report.kv_connector_stats and "loads" in report.kv_connector_stats.data
+        else 0
+        for report in pair.sink.reported
+    ]
+    assert in_step.count(True) == sum(told) == 3
+    assert told == [0, *map(int, in_step[:-1])]
+    assert sum(pair.sink.stats["loads"].values()) == 3 + before
+    pickups = [key for key in pair.sink.stats["load_seconds"] if key.startswith("pickup")]
+    assert pickups
+
+
 def test_other_engines_say_why_they_have_none(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     make(role="kv_consumer", policy="recompute", is_async=True)
     make(role="kv_producer", policy="recompute", is_async=True)  # it loads nothing at all

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 from torch import Tensor
@@ -66,6 +67,9 @@ class WorkerSide:
         self._in_flight = InFlight()
         self._said = KvxferWorkerMetadata({})
         self._failed_block_ids: set[int] = set()
+        self._has_loaded = False
+        """Loads were part of this step."""
+        self._to_tell: list[Callable[[], KvxferStats | None]] = []
 
     # -------------------------------------------------- registration
 
@@ -149,6 +153,7 @@ class WorkerSide:
             self._clear_drafts(loads, empty)
         # vLLM knows no end of a load that is part of a step, only blocks of it that are no good.
         in_step = {load.request_id for load in loads if load.in_step}
+        self._has_loaded = bool(in_step)
         self._said = KvxferWorkerMetadata(
             {i: str(report.reason) for i, report in failed.items()},
             {i: report.detail for i, report in failed.items()},
@@ -205,17 +210,21 @@ class WorkerSide:
         return said if said.has_news or self._wants_answer else None
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
+        """What was counted since the last call. A step whose token waits for its loads tells it
+        with the next one: made, added up over ranks and observed, it takes some 0.2 ms.
+        """
         if self._core is None:
             return None
         stats = self._core.get_kv_connector_stats()
-        if stats is None and not self._in_flight.has_news:
+        busy_s = self._in_flight.take_busy_s() if stats or self._in_flight.has_news else 0.0
+        if stats or busy_s:
+            times = {"busy_s": busy_s, "collected_s": time.monotonic()}
+            self._to_tell.append(partial(of_worker, stats, rank=str(self._rank), **times))
+        if self._has_loaded:
             return None
-        return of_worker(
-            stats,
-            rank=str(self._rank),
-            busy_s=self._in_flight.take_busy_s(),
-            collected_s=time.monotonic(),
-        )
+        made = [stats for make in self._to_tell if (stats := make()) is not None]
+        self._to_tell = []
+        return reduce(KvxferStats.aggregate, made) if made else None
 
     def shutdown(self) -> None:
         """End every offer and load, threads and sockets; of an engine that drains not before the
