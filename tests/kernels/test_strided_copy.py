@@ -193,6 +193,20 @@ def test_any_number_of_programs(programs: int) -> None:
     check(work, programs=programs)
 
 
+@pytest.mark.parametrize(
+    ("programs", "wide", "narrow"),
+    [(1, 1, 8), (24, 24, 192), (100, 100, 264), (1000, 1000, 1000), (WHOLE_GPU, None, 264)],
+)
+def test_narrow_words_have_more_programs(programs: int, wide: int | None, narrow: int) -> None:
+    """The inputs of a convolution, 8,192 channels of 2 bytes, by token and by channel."""
+    num_tokens = 3 * 400
+    for inner, word, num in ((2, 2, narrow), (16, 16, wide)):
+        work = work_of(nhd(3, 8192, inner), hnd(3, 8192, inner), num_tokens, 8192, inner)
+        launch = plan_launch(work, NUM_REGIONS, programs)
+        assert launch.word_nbytes == word
+        assert num is None or launch.num_programs == num
+
+
 @pytest.mark.parametrize("programs", [1, 3, 100])
 @pytest.mark.parametrize(("num_heads", "pairs"), [(1, 1), (2, 4), (5, 8)])
 def test_as_many_pairs_at_a_time_as_there_are(num_heads: int, pairs: int, programs: int) -> None:
