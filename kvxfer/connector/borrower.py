@@ -43,11 +43,12 @@ class Borrower:
         quick = [wire for wire in wires if isinstance(wire, DirectSink) and wire.is_quick]
         return cls(io, ledger, sink, quick) if quick else None
 
-    def begin(self, loads: Sequence[NewLoad], order: Call) -> bool:
+    def begin(self, loads: Sequence[NewLoad], order: Call, *, sees_through: bool = False) -> bool:
         """Carry out ``order``, which touches no socket and of which ``loads`` are a part. Only if
-        the IO thread sleeps and the loads begin quickly. False: nothing was done.
+        the IO thread sleeps and the loads begin quickly. ``sees_through``: :meth:`look` follows in
+        this step, until they have ended. False: nothing was done.
         """
-        if not (loads and self._io.borrow()):
+        if not (loads and self._io.borrow(sees_through=sees_through)):
             return False
         try:
             if not self._sink.begins_quickly(loads):
@@ -57,9 +58,11 @@ class Borrower:
         finally:
             self._io.give_back()
 
-    def look(self) -> None:
+    def look(self, *, sees_through: bool = False) -> None:
         """Note the loads that have ended, if the IO thread sleeps."""
-        if all(wire.is_idle for wire in self._wires) or not self._io.borrow():
+        if all(wire.is_idle for wire in self._wires):
+            return
+        if not self._io.borrow(sees_through=sees_through):
             return
         try:
             for wire in self._wires:

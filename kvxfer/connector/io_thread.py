@@ -58,8 +58,9 @@ FAILED_S = 0.01
 MOST_PLACES = 64
 """Of failures of a minute that are written."""
 LEISURE_S = 0.005
-"""What a borrower has deferred leaves so much later at most. The borrower is the engine's thread,
-and has its step's work to launch, which takes milliseconds: it would share the interpreter.
+"""What a borrower has left to the thread is done so much later at most. The borrower is the
+engine's thread, and has its step's work to launch, which takes milliseconds: both would want the
+interpreter.
 """
 OVERDUE_S = 0.1
 """Timers wait for sockets no longer than this: a flood must not stop the clocks. Each reader has a
@@ -142,7 +143,10 @@ class IoThread:
         self._poller.register(self._wake_up.fd, zmq.POLLIN)
         self._leisure = wake_up.Timer()
         self._has_leisure = False
-        """The timer is set, for what is deferred."""
+        """The timer is set, for what a borrower has left."""
+        self._seen_through_by: int | None = None
+        """The borrower, if it sees through itself what it begins."""
+        self._is_left = False
         self._poller.register(self._leisure.fd, zmq.POLLIN)
         self._handlers: dict[ZmqSocket, Call] = {}
         self._groups: list[_Group] = []
@@ -175,6 +179,15 @@ class IoThread:
         self._awake = True
         self._wake_up()
 
+    def attend(self) -> None:
+        """A transport has something for a round: as ``wake``, unless whoever has just begun it sees
+        it through.
+        """
+        if self._seen_through_by == threading.get_ident():
+            self._is_left = True
+        else:
+            self.wake()
+
     def stands(self, for_s: float = STANDS_S) -> bool:
         """Whether the thread has begun no round for so long. For a thread that has timers, and for
         the one thread that looks often.
@@ -191,27 +204,30 @@ class IoThread:
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"
 
-    def borrow(self) -> bool:
+    def borrow(self, *, sees_through: bool = False) -> bool:
         """Take the thread's place, if the thread sleeps and no posted call waits; else False. Never
         waits. :meth:`give_back` must follow; until then the caller does only short work and touches
-        no socket.
+        no socket. ``sees_through``: it comes back for what it begins, and the thread looks at that
+        LEISURE_S later.
         """
         if self.posted or self._stopping or not self._turn.acquire(blocking=False):
             return False
         self.is_lent = self._awake = True  # nobody need wake the thread now
+        self._seen_through_by = threading.get_ident() if sees_through else None
         if self._within is not None:
             self._enter(self._within)
         return True
 
     def give_back(self) -> None:
         """The thread goes on with the calls that were posted meanwhile; with those that were
-        deferred in its next round, LEISURE_S later at most.
+        deferred, and what is seen through, in its next round, LEISURE_S later at most.
         """
         if self._entered is not None:
             self._leave(self._entered)
-        if self.deferred and not self._has_leisure:
+        if (self.deferred or self._is_left) and not self._has_leisure:
             self._has_leisure = True
             self._leisure.set(LEISURE_S)
+        self._is_left, self._seen_through_by = False, None
         self.is_lent = self._awake = False
         self._turn.release()
         if self._is_wanted or self.posted:

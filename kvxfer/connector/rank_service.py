@@ -192,7 +192,7 @@ class RankService:
     def _make_wires(
         self, config: Config, memory: LocalMemory
     ) -> tuple[dict[str, SourceTransport], dict[str, SinkTransport]]:
-        args = (memory, config, self._copy_thread, self.io.wake, self._context)
+        args = (memory, config, self._copy_thread, self.io.attend, self._context)
         sources = make_sources(*args)
         self._parts += [each for each in sources.values() if isinstance(each, SendingSource)]
         sinks = make_sinks(*args)
@@ -350,7 +350,9 @@ class RankService:
         is_begun = (
             self.borrower is not None
             and orders.has_only_loads
-            and self.borrower.begin(orders.loads, order)
+            and self.borrower.begin(
+                orders.loads, order, sees_through=len(in_step) == len(orders.loads)
+            )
         )
         if not is_begun:
             self.io.post(order)

@@ -197,7 +197,7 @@ class WorkerConnector:
         late_s, service = time.monotonic() + LATE_S, self._running()
         while True:
             if self._borrower is not None:
-                self._borrower.look()
+                self._borrower.look(sees_through=True)
             if self._ledger.wait_for_loads(set(self._in_step), LOOK_AGAIN_S):
                 break
             if time.monotonic() > late_s:
@@ -232,10 +232,10 @@ class WorkerConnector:
         """What has ended since the last call, each request once; all loads that are part of this
         step are in it.
         """
-        if self._loading and self._borrower is not None:
-            self._borrower.look()
         if self._in_step:
             self._settle()
+        elif self._loading and self._borrower is not None:
+            self._borrower.look()
         finished = self._ledger.take_finished()
         if finished is not NONE_FINISHED:
             self._finding.difference_update(finished.found)

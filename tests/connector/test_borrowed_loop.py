@@ -80,6 +80,40 @@ def test_what_a_borrower_defers_leaves_at_leisure(
     assert not io._has_leisure  # nor is its sleep disturbed for what has left
 
 
+@pytest.mark.parametrize("who", ["the borrower", "another thread"])
+@pytest.mark.parametrize("sees_through", [True, False])
+def test_a_transport_waits_for_a_borrower_that_sees_it_through(
+    io: IoThread, who: str, sees_through: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_thread, "LEISURE_S", 3600.0)
+    io.start()
+    asleep(io)
+    begun = io._num_rounds
+    assert io.borrow(sees_through=sees_through)
+    if who == "the borrower":
+        io.attend()
+    else:
+        other = threading.Thread(target=io.attend)
+        other.start()
+        other.join()
+    io.give_back()
+    if who == "the borrower" and sees_through:
+        time.sleep(0.05)
+        assert io._num_rounds == begun
+        io.attend()  # from now on it is as any other
+    until(lambda: io._num_rounds > begun)
+
+
+def test_what_is_seen_through_is_looked_at_all_the_same(io: IoThread) -> None:
+    io.start()
+    asleep(io)
+    begun = io._num_rounds
+    assert io.borrow(sees_through=True)
+    io.attend()
+    io.give_back()
+    until(lambda: io._num_rounds > begun)
+
+
 def test_what_is_deferred_leaves_by_itself(io: IoThread) -> None:
     """Also what a second borrower defers while the first one's waits, and again after that."""
     done: list[int] = []

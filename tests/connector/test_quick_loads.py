@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvxfer.connector import io_thread
 from kvxfer.connector.control import ControlClient
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.records import (
@@ -95,9 +96,9 @@ class Two:
             self.move()
         borrow = self.io.borrow
 
-        def wait_and_borrow() -> bool:
+        def wait_and_borrow(*, sees_through: bool = False) -> bool:
             """It may be amid a round, on a busy machine for long; then nothing would be quick."""
-            until(borrow)
+            until(lambda: borrow(sees_through=sees_through))
             return True
 
         vars(self.io)["borrow"] = wait_and_borrow
@@ -187,29 +188,42 @@ def test_the_engine_begins_what_is_quick(watch: Watch, shape: EngineShape, hold:
         assert sink.count("board.verdicts") == 4 * len(source.workers)
 
 
+@pytest.mark.parametrize("in_step", [True, False])
 @pytest.mark.parametrize("has_board", [True, False])
-def test_the_io_thread_is_woken_for_what_somebody_waits_for(
-    has_board: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
+    has_board: bool, in_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the borrower: for a Pull that no board answers. Else it would want the interpreter while
-    the engine's thread launches its step.
+    """Else both would want the interpreter while the step is launched. It is woken for a Pull that
+    no board answers, and for a load that the step does not wait for.
     """
-    woken: list[None] = []
+    sleeps = has_board and in_step
+    woken: list[str] = []
     wake = IoThread.wake
 
     def note(io: IoThread) -> None:
         if io.is_lent and threading.current_thread() is threading.main_thread():
-            woken.append(None)
+            woken.append("by the engine")
         wake(io)
 
+    monkeypatch.setattr(IoThread, "wake", note)
     source, sink = engines(offer_board=has_board)
     with source, sink:
         two = Two(source, sink)
-        monkeypatch.setattr(IoThread, "wake", note)
-        name = two.begin()
-        until(lambda: sink.received(name))
-        assert bool(woken) != has_board
-        until(lambda: source.sent(name))
+        monkeypatch.setattr(io_thread, "LEISURE_S", 3600.0)
+        (worker,) = sink.workers
+        for _ in range(3):
+            name, ref = two.offered()
+            load = msgspec.structs.replace(load_of(name, ref, (3, 4)), in_step=in_step)
+            woken.clear()
+            worker.bind_connector_metadata(ConnectorMetadata(loads=(load,)))
+            worker.start_load_kv()
+            worker.wait_for_save()
+            until(lambda name=name: (sink.collect(), sink.received(name))[1])  # type: ignore[misc]
+            assert sink.reasons(name) == {None}
+            assert bool(woken) != sleeps
+            two.io.wake()  # a timer's round may have come before
+            until(lambda name=name: source.sent(name))  # type: ignore[misc]
+        expect_copied(source, sink, [1, 2], [3, 4], (0, 32))
 
 
 @pytest.mark.parametrize("has_board", [True, False])
@@ -369,7 +383,7 @@ def test_wires_without_loads_are_not_looked_at(watch: Watch) -> None:
     source, sink = engines()
     with source, sink:
         two = Two(source, sink)
-        vars(two.io)["borrow"] = lambda: pytest.fail("nothing is on its way")
+        vars(two.io)["borrow"] = lambda **_: pytest.fail("nothing is on its way")
         borrower = service_of(sink).borrower
         assert borrower is not None
         borrower.look()
