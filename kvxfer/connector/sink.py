@@ -629,11 +629,14 @@ class Sink:
         return VerdictArrived(source, True, None)
 
     def _send_owed(self, load: SinkLoad, source: RankId) -> None:
-        """The Pull that the board has answered: behind the read, which need not wait for it."""
-        run = load.routes[source]
+        """The Pull that the board has answered: behind the read, which need not wait for it. Digests
+        are waited for.
+        """
+        run, peer = load.routes[source], self._peer(load)
         run.owes_pull = False
         self._asked[load.order.source.offer] = True
-        self._peer(load).send_later(source, run.pull)
+        send = peer.send_later if run.pull.verify is UNSET else peer.send
+        send(source, run.pull)
         self._ledger.count("board.grants")
 
     def _report(self, load: SinkLoad, reason: Reason | None) -> None:

@@ -189,14 +189,16 @@ def test_the_engine_begins_what_is_quick(watch: Watch, shape: EngineShape, hold:
 
 
 @pytest.mark.parametrize("in_step", [True, False])
-@pytest.mark.parametrize("has_board", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{}, {"offer_board": False}, {"verify": "all"}], ids=["", "no board", "verified"]
+)
 def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
-    has_board: bool, in_step: bool, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], in_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else both would want the interpreter while the step is launched. It is woken for a Pull that
-    no board answers, and for a load that the step does not wait for.
+    """Else both would want the interpreter while the step is launched. It is woken for a Pull whose
+    answer is waited for, and for a load that the step does not wait for.
     """
-    sleeps = has_board and in_step
+    sleeps = in_step and not settings
     woken: list[str] = []
     wake = IoThread.wake
 
@@ -206,7 +208,7 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
         wake(io)
 
     monkeypatch.setattr(IoThread, "wake", note)
-    source, sink = engines(offer_board=has_board)
+    source, sink = engines(**settings)
     with source, sink:
         two = Two(source, sink)
         monkeypatch.setattr(io_thread, "LEISURE_S", 3600.0)
