@@ -629,8 +629,8 @@ class Sink:
         return VerdictArrived(source, True, None)
 
     def _send_owed(self, load: SinkLoad, source: RankId) -> None:
-        """The Pull that the board has answered: behind the read, which need not wait for it. Digests
-        are waited for.
+        """The Pull that the board has answered: behind the read, which need not wait for it. What
+        is waited for is its digests.
         """
         run, peer = load.routes[source], self._peer(load)
         run.owes_pull = False

@@ -219,6 +219,7 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
             woken.clear()
             worker.bind_connector_metadata(ConnectorMetadata(loads=(load,)))
             worker.start_load_kv()
+            assert bool(woken) != sleeps
             worker.wait_for_save()
             until(lambda name=name: (sink.collect(), sink.received(name))[1])  # type: ignore[misc]
             assert sink.reasons(name) == {None}
