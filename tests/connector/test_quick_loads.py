@@ -17,6 +17,7 @@ import zmq
 from kvxfer.connector import io_thread
 from kvxfer.connector.control import ControlClient
 from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
@@ -30,7 +31,8 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.sink import QUICK_IDS, Sink
 from kvxfer.connector.source import Source
-from kvxfer.transfer.wire import Reason
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.wire import Pull, Reason
 from kvxfer.transports.base import DirectSink, SinkTransport
 from tests.builders import EngineShape, build_manifest
 from tests.connector.rig import (
@@ -200,14 +202,21 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
     """
     sleeps = in_step and not settings
     woken: list[str] = []
-    wake = IoThread.wake
+    said: list[type] = []
+    wake, send = IoThread.wake, Peer.send
 
     def note(io: IoThread) -> None:
         if io.is_lent and threading.current_thread() is threading.main_thread():
             woken.append("by the engine")
         wake(io)
 
+    def note_message(peer: Peer, rank: RankId, message: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            said.append(type(message))
+        send(peer, rank, message)
+
     monkeypatch.setattr(IoThread, "wake", note)
+    monkeypatch.setattr(Peer, "send", note_message)
     source, sink = engines(**settings)
     with source, sink:
         two = Two(source, sink)
@@ -217,13 +226,14 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
             name, ref = two.offered()
             load = msgspec.structs.replace(load_of(name, ref, (3, 4)), in_step=in_step)
             woken.clear()
+            said.clear()
             worker.bind_connector_metadata(ConnectorMetadata(loads=(load,)))
             worker.start_load_kv()
-            assert bool(woken) != sleeps
             worker.wait_for_save()
             until(lambda name=name: (sink.collect(), sink.received(name))[1])  # type: ignore[misc]
             assert sink.reasons(name) == {None}
             assert bool(woken) != sleeps
+            assert (Pull in said) == bool(settings)  # at once
             two.io.wake()  # a timer's round may have come before
             until(lambda name=name: source.sent(name))  # type: ignore[misc]
         expect_copied(source, sink, [1, 2], [3, 4], (0, 32))
