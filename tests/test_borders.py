@@ -35,8 +35,8 @@ FROM_INSIDE: Mapping[str, str] = {
 
 # Bounds and waits that a test would meet after minutes, or with thousands of peers
 _BOUNDS = """
-    bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.rank_service.DRAIN_S
-    doctor.child.END_S doctor.child.START_S engine.rpc.HEARTBEAT_S
+    bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.io_thread.LEISURE_S
+    connector.rank_service.DRAIN_S doctor.child.END_S doctor.child.START_S engine.rpc.HEARTBEAT_S
     kernels.rewrite_kernel.MAX_PLANES proxy.server.ABANDONED_S
     transports.shm_direct.JOB_NBYTES transports.stream_source.MAX_CONNECTIONS
     transports.ucx_pipe.CLOSE_S transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S

@@ -31,8 +31,7 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.sink import QUICK_IDS, Sink
 from kvxfer.connector.source import Source
-from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.wire import Pull, Reason
+from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import DirectSink, SinkTransport
 from tests.builders import EngineShape, build_manifest
 from tests.connector.rig import (
@@ -71,10 +70,15 @@ class Watch:
         return wire
 
     def note(self, kind: type, name: str, note: Any) -> None:
+        """Note the thread of each call."""
+        self.note_calls(kind, name, lambda _: note(threading.current_thread().name))
+
+    def note_calls(self, kind: type, name: str, note: Any) -> None:
+        """Note each call, with its arguments, before it is made."""
         inner = vars(kind)[name]
 
         def noted(*arguments: Any, **named: Any) -> Any:
-            note(threading.current_thread().name)
+            note(arguments)
             return inner(*arguments, **named)
 
         self._patch.setattr(kind, name, noted)
@@ -195,28 +199,16 @@ def test_the_engine_begins_what_is_quick(watch: Watch, shape: EngineShape, hold:
     "settings", [{}, {"offer_board": False}, {"verify": "all"}], ids=["", "no board", "verified"]
 )
 def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
-    settings: dict[str, Any], in_step: bool, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], in_step: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else both would want the interpreter while the step is launched. It is woken for a Pull whose
     answer is waited for, and for a load that the step does not wait for.
     """
     sleeps = in_step and not settings
     woken: list[str] = []
-    said: list[type] = []
-    wake, send = IoThread.wake, Peer.send
-
-    def note(io: IoThread) -> None:
-        if io.is_lent and threading.current_thread() is threading.main_thread():
-            woken.append("by the engine")
-        wake(io)
-
-    def note_message(peer: Peer, rank: RankId, message: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            said.append(type(message))
-        send(peer, rank, message)
-
-    monkeypatch.setattr(IoThread, "wake", note)
-    monkeypatch.setattr(Peer, "send", note_message)
+    said: list[str] = []
+    watch.note(IoThread, "wake", woken.append)
+    watch.note(Peer, "send", said.append)
     source, sink = engines(**settings)
     with source, sink:
         two = Two(source, sink)
@@ -232,38 +224,31 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
             worker.wait_for_save()
             until(lambda name=name: (sink.collect(), sink.received(name))[1])  # type: ignore[misc]
             assert sink.reasons(name) == {None}
-            assert bool(woken) != sleeps
-            assert (Pull in said) == bool(settings)  # at once
+            assert (watch.engine in woken) != sleeps
+            assert said.count(watch.engine) == (2 if settings else 0)  # a Pull and a Release
             two.io.wake()  # a timer's round may have come before
             until(lambda name=name: source.sent(name))  # type: ignore[misc]
         expect_copied(source, sink, [1, 2], [3, 4], (0, 32))
 
 
 @pytest.mark.parametrize("has_board", [True, False])
-def test_an_answer_behind_the_boards_own_is_no_problem(
-    has_board: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_behind_the_boards_own_is_no_problem(has_board: bool, watch: Watch) -> None:
     """A source answers the Pull and the Release that its board has answered. What comes of a load
     that is over is one all the same where no board has spoken.
     """
-    heard: list[tuple[Any, ...]] = []
-    on_message = Sink.on_message
-
-    def hear(*arguments: Any) -> None:
-        on_message(*arguments)
-        heard.append(arguments)
-
-    monkeypatch.setattr(Sink, "on_message", hear)
+    heard: list[Any] = []
+    watch.note_calls(Sink, "on_message", heard.append)
     source, sink = engines(offer_board=has_board)
     with source, sink:
         two = Two(source, sink, have_met=False)
         two.move()
         two.move()
         until(lambda: len(heard) == 4)  # a Grant and a Verdict each
+        done = threading.Event()
+        two.io.post(Sink.on_message, *heard[-1])
+        two.io.post(done.set)  # behind all that was heard
+        assert done.wait(60)
         assert sink.count("board.verdicts") == (2 if has_board else 0)
-        assert sink.count("control.late") == 0
-        two.io.post(hear, *heard[-1])
-        until(lambda: len(heard) == 5)
         assert sink.count("control.late") == (0 if has_board else 1)
 
 
