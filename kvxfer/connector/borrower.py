@@ -12,8 +12,8 @@ waits for the interpreter. On two H200s a load took, handed over to the IO threa
        128    idle            0.45-0.47 ms    0.38-0.45 ms
 
 A borrower does only short work and touches no socket, because ZeroMQ may look at its sockets while
-the IO thread polls. Messages of the borrower are deferred; they leave when the IO thread has its
-turn back.
+the IO thread polls. Messages of the borrower are deferred; they leave in the IO thread's next
+round, which comes by itself some milliseconds later.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ PROMPT_TOKENS = (3, 5, 63, 64, 130, 300, 1100)
 TIE = {"float32": 0.05, "bfloat16": 0.3}
 """Of two log probabilities: those of other prompts' tokens lie 3 and more lower."""
 FIRST_TIMEOUT_S = 240.0  # while kernels are compiled
+TOLD_AS = {"UniformTypeKVCacheSpecs": "MLAAttentionSpec"}
+"""Of a group of unlike specs vLLM 0.26 tells the scheduler the first one, 0.32 all."""
 NO_CACHE = {"enable_prefix_caching": False}
 PRECISE, ROUNDED = ({"dtype": dtype} for dtype in TIE)
 CHUNKS = {"max_num_batched_tokens": 192}
@@ -146,7 +148,8 @@ def assert_as_alone(case: Case, got: Sequence[Finished], alone: Sequence[Finishe
 
 
 def test_prompts_of_all_lengths(case: Case, pair: Pair) -> None:
-    assert case.groups == set(pair.decode.groups())
+    told = {TOLD_AS.get(group, group) for group in case.groups}
+    assert set(pair.decode.groups()) in (case.groups, told)
     prompts = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
     own = [alone(pair.decode, [each])[0] for each in prompts]
     before = Sources.of(pair.decode)
