@@ -16,7 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,6 +53,7 @@ class Part:
         is_salt_shared: all requests have that one salt, and find what was primed with it.
         moves_kv: prefill offers its KV, decode is sent the params.
         is_early: decode hears of a request together with prefill.
+        num_likely: so many log probabilities of each token are told, too.
         begins_s, ends_s: on the shared clock; what has not ended then is cancelled.
     """
 
@@ -65,6 +66,7 @@ class Part:
     is_salt_shared: bool = False
     moves_kv: bool = False
     is_early: bool = False
+    num_likely: int = 0
     begins_s: float = 0.0
     ends_s: float = 0.0
 
@@ -84,6 +86,8 @@ class _Ask:
 
     token_s: list[float]
     tokens: list[int]
+    num_likely: int = 0
+    likely: list[dict[int, float]] = field(default_factory=list)
     cached_tokens: int = 0
     params: dict[str, Any] | None = None
     reason: str = ""
@@ -184,7 +188,7 @@ class EngineHost:
             params = params | {"kvxfer": {"request": name}}
             self._handed.send((part.segment, job, early, False))
         max_tokens = 1 if is_prefill else job.output_tokens
-        ask = _Ask([], [])
+        ask = _Ask([], [], part.num_likely)
         error = await self._ask(ask, part.id_of(job), prompt, max_tokens, params)
         ended_s = time.perf_counter()
         if part.moves_kv and not error and not (ask.params or {}).get("do_remote_prefill"):
@@ -227,7 +231,7 @@ class EngineHost:
     async def _decode(
         self, part: Part, job: Job, prompt: Any, params: Any, answers: list[Answer]
     ) -> None:
-        ask = _Ask([], [])
+        ask = _Ask([], [], part.num_likely)
         params = params if part.moves_kv else None
         error = await self._ask(ask, part.id_of(job), prompt, job.output_tokens, params)
         answers.append(_answer(job, ask, error))
@@ -237,11 +241,14 @@ class EngineHost:
     ) -> str:
         """Why it went wrong, or nothing."""
         try:
-            async for output in self._generate(request_id, prompt, max_tokens, params):
+            async for output in self._generate(
+                request_id, prompt, max_tokens, params, ask.num_likely
+            ):
                 now_s = time.perf_counter()
                 (new,) = output.outputs
                 ask.tokens += new.token_ids
                 ask.token_s += [now_s] * len(new.token_ids)
+                ask.likely += [{i: of.logprob for i, of in at.items()} for at in new.logprobs or ()]
                 if output.finished:
                     ask.cached_tokens = output.num_cached_tokens or 0
                     ask.params, ask.reason = output.kv_transfer_params, str(new.finish_reason)
@@ -252,7 +259,12 @@ class EngineHost:
         return "" if ask.reason == "length" else f"it ended by {ask.reason}"
 
     def _generate(
-        self, request_id: str, prompt: Any, max_tokens: int, params: Any = None
+        self,
+        request_id: str,
+        prompt: Any,
+        max_tokens: int,
+        params: Any = None,
+        num_likely: int = 0,
     ) -> AsyncIterator[Any]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -260,6 +272,7 @@ class EngineHost:
         sampling = SamplingParams(
             **{"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True},
             **{"detokenize": False, "output_kind": RequestOutputKind.DELTA},
+            logprobs=num_likely or None,
             extra_args=None if params is None else {"kv_transfer_params": params},
         )
         found: AsyncIterator[Any] = self._engine.generate(prompt, sampling, request_id)
@@ -342,6 +355,7 @@ def _answer(
         prefilled_s=prefilled_s,
         token_s=tuple(ask.token_s),
         tokens=tuple(ask.tokens),
+        likely=tuple(ask.likely),
         cached_tokens=ask.cached_tokens,
         error=error,
         runs=_runs((params or {}).get("remote_block_ids") or ()),

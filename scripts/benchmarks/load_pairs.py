@@ -102,12 +102,15 @@ class Pair:
         self.both(call, call, timeout_s=3 * plan.warm_up_s + 60)
 
     def serve(
-        self, contender: Contender, jobs: tuple[Job, ...], label: str
+        self, contender: Contender, jobs: tuple[Job, ...], label: str, num_likely: int = 0
     ) -> tuple[float, list[Answer]]:
         """One segment: when it began, and what both engines say of each request. Raises
         ContenderLost.
         """
-        part = Part(WHOLE, label, jobs, self.plan.seed, self.plan.model.vocab_size, contender.name)
+        part = Part(
+            WHOLE, label, jobs, self.plan.seed, self.plan.model.vocab_size, contender.name,
+            num_likely=num_likely,
+        )  # fmt: skip
         primed = replace(part, role=DECODE, salt=f"primed {label}", is_salt_shared=True)
         if contender.kind == FLOOR:
             self.engines[1].call(object, "prime", primed, timeout_s=120)

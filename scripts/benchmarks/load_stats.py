@@ -36,6 +36,7 @@ class Answer:
         prefilled_s: when prefill had answered; None: another engine's part, or no prefill.
         cached_tokens: of the prompt, that the engine did not compute.
         runs: how many blocks the KV lies in, and how many runs of rising ids these make.
+        likely: of each token, where it was asked for, the likeliest ones' log probabilities.
     """
 
     index: int
@@ -45,6 +46,7 @@ class Answer:
     cached_tokens: int = 0
     error: str = ""
     runs: tuple[int, int] | None = None
+    likely: tuple[Mapping[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class Served:
     cached_tokens: int
     error: str
     runs: tuple[int, int] | None = None
+    likely: tuple[Mapping[int, float], ...] = ()
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -96,7 +99,7 @@ class Served:
         known = {
             field.name: getattr(self, field.name)
             for field in fields(self)
-            if field.name not in {"token_s", "tokens", "prefilled_s"}
+            if field.name not in {"token_s", "tokens", "prefilled_s", "likely"}
         }
         if self.error:
             return known
@@ -140,6 +143,7 @@ def merged(
                 cached_tokens=tokens.cached_tokens,
                 error="; ".join(errors),
                 runs=prefill.runs,
+                likely=tokens.likely,
             )
         )
     return found
@@ -348,13 +352,16 @@ def aims_of(served: Sequence[Served], pairs: Mapping[str, str], chunk_tokens: in
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One prompt through a contender, alone and before anything is timed."""
+    """One prompt through a contender, alone and before anything is timed. ``less_likely``: see
+    :func:`less_likely`.
+    """
 
     contender: str
     prompt_tokens: int
     new_tokens: int
     equal_tokens: int
     distinct_tokens: int
+    less_likely: float
     error: str = ""
 
 
@@ -362,6 +369,18 @@ def leading(tokens: Sequence[int], others: Sequence[int]) -> int:
     """How many are equal before the first that is not."""
     pairs = zip(tokens, others, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
+
+
+def less_likely(tokens: Sequence[int], own: Served) -> float:
+    """How much less likely the first token that is not the reference's own is to the reference, as
+    a difference of log probabilities; 0: all are equal, inf: it is not among its likeliest. Engines
+    that round otherwise part where two tokens are nearly as likely; wrong KV has no reason to.
+    """
+    at = leading(tokens, own.tokens)
+    if at == min(len(tokens), len(own.tokens)):
+        return 0.0
+    step = own.likely[at]
+    return step[own.tokens[at]] - step.get(tokens[at], -math.inf)
 
 
 def _share(value: float) -> str:
@@ -385,11 +404,17 @@ CELL: Columns[Cell] = {
     "equal first": lambda cell: _share(cell.equal_first),
     "blocks a run": lambda cell: number_text(cell.run_blocks),
 }
+CHECK_TEXT = (
+    "*equal*: before the first that is not the reference's, which is the first contender's. *less "
+    "likely*: that other token to the reference, as a difference of log probabilities. Rounding "
+    "chooses between tokens that are nearly as likely; wrong KV has no reason to."
+)
 CHECK: Columns[Check] = {
     "contender": lambda check: check.contender,
     "prompt tokens": lambda check: f"{check.prompt_tokens:,}",
     "equal tokens": lambda check: f"{check.equal_tokens} of {check.new_tokens}",
     "distinct tokens": lambda check: str(check.distinct_tokens),
+    "less likely": lambda check: f"{check.less_likely:.2f}" if check.less_likely else "",
     "note": lambda check: check.error,
 }
 AIMED: Columns[Aim] = {
@@ -424,7 +449,7 @@ def tables(report: Report) -> list[Table]:
     aims: list[Aim] = report.records.get("aims", [])
     return [
         *([table("Both engines asked at once", AIM_TEXT, AIMED, aims)] if aims else []),
-        table("Tokens before timing", "", CHECK, report.records.get("checks", [])),
+        table("Tokens before timing", CHECK_TEXT, CHECK, report.records.get("checks", [])),
         *(table(load, text, CELL, [c for c in cells if c.load == load]) for load in loads),
     ]
 

@@ -47,11 +47,13 @@ from scripts.benchmarks.load_plan import (
 from scripts.benchmarks.load_stats import (
     Answer,
     Cell,
+    Check,
     Objective,
     Served,
     aims_of,
     cells_of,
     leading,
+    less_likely,
     merged,
     plot_for,
     summary,
@@ -444,6 +446,46 @@ def test_tokens_up_to_the_first_that_differs() -> None:
     ]
 
 
+OWN = served(likely=({7: -0.1, 4: -3.0}, {8: -1.0, 2: -1.25}, {9: -0.5, 1: -0.5}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gap"),
+    [
+        ((7, 8, 9), 0.0),
+        ((), 0.0),  # of a request that failed
+        ((4, 8, 9), 2.9),
+        ((7, 2, 1), 0.25),  # what follows another token says nothing
+        ((7, 8, 1), 0.0),
+        ((7, 3, 9), math.inf),
+    ],
+)
+def test_how_much_less_likely_the_first_other_token_is(tokens: tuple[int, ...], gap: float) -> None:
+    assert less_likely(tokens, OWN) == pytest.approx(gap)
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.2, 0.4, math.inf])
+@pytest.mark.parametrize("gpus", [(), ("0", "1")], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("contender", ["mine", "plain"])
+def test_other_tokens_are_wrong_where_rounding_has_no_reason(
+    contender: str, gpus: tuple[str, ...], gap: float
+) -> None:
+    report = report_of([], [])
+    report.records["checks"] = [
+        Check("floor", 33, 16, 16, 16, 0.0),
+        Check(contender, 33, 16, 5 if gap else 16, 16, gap),
+    ]
+    made = plan("floor", "kvxfer,name=mine,wire=zmq", "plain", gpus=gpus)
+    is_wrong = contender == "mine" and gap > (0.3 if gpus else 0.05)
+    assert vllm_load.went_wrong(report, made) == is_wrong
+    (said,) = vllm_load.tokens_told(report.records["checks"])
+    assert said.endswith(
+        f"5 of 16 tokens equal, the next {gap:.2f} less likely" if gap else "equal"
+    )
+    (table,) = [each for each in tables(report) if each.title == "Tokens before timing"]
+    assert list(table.rows[1][-2:]) == [f"{gap:.2f}" if gap else "", ""]
+
+
 # ------------------------------------------------------------------ from one client to the other
 
 
@@ -457,7 +499,12 @@ class Host(EngineHost):
         self.seen: list[tuple[str, str, Any]] = []
 
     async def _generate(
-        self, request_id: str, prompt: Any, max_tokens: int, params: Any = None
+        self,
+        request_id: str,
+        prompt: Any,
+        max_tokens: int,
+        params: Any = None,
+        num_likely: int = 0,
     ) -> AsyncIterator[Any]:
         self.seen.append((request_id, prompt["cache_salt"], params))
         length = len(prompt["prompt_token_ids"])
@@ -467,7 +514,10 @@ class Host(EngineHost):
             await asyncio.sleep(60)
         for number in range(max_tokens):
             await asyncio.sleep(0.001)
-            output = SimpleNamespace(token_ids=[number], finish_reason="length")
+            likely = {number + n: SimpleNamespace(logprob=-float(n)) for n in range(num_likely)}
+            output = SimpleNamespace(
+                token_ids=[number], finish_reason="length", logprobs=[likely] if likely else None
+            )
             told = {"do_remote_prefill": True, "remote_block_ids": [[4, 5, 9]], "of": request_id}
             yield SimpleNamespace(
                 outputs=[output],
@@ -515,6 +565,14 @@ def test_each_request_goes_from_prefill_to_decode(hosts: tuple[Host, Host]) -> N
         (f"seg/{n}", f"seg/{n}") for n in (0, 1, 3)
     }
     assert len({salt for _, salt, _ in decode.seen}) == 3
+
+
+def test_the_likeliest_tokens_are_told_where_they_are_asked_for(hosts: tuple[Host, Host]) -> None:
+    parts = [part_of(role, (17,), num_likely=2) for role in (PREFILL, DECODE)]
+    answers = [answer for each in run_both(hosts, parts[0], parts[1]) for answer in each]
+    (found,) = merged("mine", "", 0, parts[1].jobs, 0.0, answers)
+    assert found.likely == tuple({n: 0.0, n + 1: -1.0} for n in range(3))
+    assert "likely" not in found.record()
 
 
 def test_the_floor_moves_nothing_and_finds_what_was_primed(hosts: tuple[Host, Host]) -> None:
