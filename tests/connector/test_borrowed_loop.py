@@ -15,6 +15,7 @@ from tests.connector.rig import until
 
 def asleep(io: IoThread) -> None:
     """Until it polls, so that it can be borrowed; it goes on polling."""
+    until(lambda: io._num_rounds)  # before its first round, too, nobody has the turn
     until(io.borrow)
     io.give_back()
 
