@@ -77,6 +77,7 @@ from scripts.benchmarks.load_plan import (
 )
 from scripts.benchmarks.load_stats import (
     FLOOR,
+    NEAR,
     Check,
     Objective,
     Served,
@@ -93,10 +94,6 @@ from scripts.benchmarks.load_stats import (
 CHECK_TOKENS = 16
 NUM_LIKELY = 20
 """As many as vLLM tells."""
-NEAR = {True: 0.3, False: 0.05}
-"""Of log probabilities, by whether it is on GPUs, in bfloat16: where tokens are so much apart at
-most, rounding may choose. Those of other prompts lie 3 and more lower.
-"""
 PRELOADED = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
 """By the process that engines on CPUs are forked from."""
 GPU_WIRES = ("cuda_ipc", "ucx", "nixl", "zmq")
@@ -367,12 +364,12 @@ class Run:
             (served,) = merged(contender.name, "", 0, jobs, *answers)
             own = self.own.setdefault(length, served)
             equal, distinct = leading(served.tokens, own.tokens), len(set(served.tokens))
-            gap = less_likely(served.tokens, own)
+            gap = less_likely(served.tokens, own.tokens, own.likely)
             found = Check(contender.name, length, CHECK_TOKENS, equal, distinct, gap, served.error)
             self.report.records["checks"].append(found)
             if served.error:
                 raise ContenderLost(f"a prompt of {length} tokens: {served.error}")
-            if not equal and gap > NEAR[bool(self.plan.gpus)]:
+            if not equal and gap > NEAR[self.plan.dtype]:
                 raise WrongBytes(f"a prompt of {length} tokens: another first token than the floor")
 
     def rounds(self, contenders: list[Contender], pairs: dict[str, Pair], ends_s: float) -> None:
@@ -485,7 +482,7 @@ def went_wrong(report: Report, plan: Plan) -> bool:
     what it should load.
     """
     moves = {each.name for each in plan.contenders if each.kind != "plain"}
-    near = NEAR[bool(plan.gpus)]
+    near = NEAR[plan.dtype]
     return (
         any(each.name in report.lost for each in plan.contenders)
         or any(cell.failed or cell.recomputed for cell in report.records["cells"])

@@ -33,7 +33,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 import zmq
 
 from kvxfer.log_limit import LogLimit
-from kvxfer.transports import wake_up
+from kvxfer.transports.wake_up import TimerFd, WakeUp
 
 ZmqSocket = zmq.Socket[bytes]
 Call = Callable[[], object]
@@ -129,7 +129,7 @@ class IoThread:
         self._within = within
         self.posted: deque[_Later] = deque()
         """Calls that wait for :meth:`run_posted`."""
-        self._wake_up = wake_up.WakeUp()
+        self._wake_up = WakeUp()
         self._awake = False
         self._is_wanted = False
         self.deferred: deque[_Later] = deque()
@@ -141,12 +141,11 @@ class IoThread:
         """Whoever runs is not the thread itself: what touches a socket is to be deferred."""
         self._poller = zmq.Poller()
         self._poller.register(self._wake_up.fd, zmq.POLLIN)
-        self._leisure = wake_up.Timer()
+        self._leisure = TimerFd()
         self._has_leisure = False
         """The timer is set, for what a borrower has left."""
         self._seen_through_by: int | None = None
         """The borrower, if it sees through itself what it begins."""
-        self._is_left = False
         self._poller.register(self._leisure.fd, zmq.POLLIN)
         self._handlers: dict[ZmqSocket, Call] = {}
         self._groups: list[_Group] = []
@@ -184,7 +183,7 @@ class IoThread:
         it through.
         """
         if self._seen_through_by == threading.get_ident():
-            self._is_left = True
+            self._look_at_leisure()
         else:
             self.wake()
 
@@ -224,14 +223,19 @@ class IoThread:
         """
         if self._entered is not None:
             self._leave(self._entered)
-        if (self.deferred or self._is_left) and not self._has_leisure:
-            self._has_leisure = True
-            self._leisure.set(LEISURE_S)
-        self._is_left, self._seen_through_by = False, None
+        if self.deferred:
+            self._look_at_leisure()
+        self._seen_through_by = None
         self.is_lent = self._awake = False
         self._turn.release()
         if self._is_wanted or self.posted:
             self.wake()
+
+    def _look_at_leisure(self) -> None:
+        """In a borrower's turn: the thread's next round comes LEISURE_S after the first call."""
+        if not self._has_leisure:
+            self._has_leisure = True
+            self._leisure.set(LEISURE_S)
 
     def stop(self, timeout_s: float) -> bool:
         """Run what was posted, then end the thread. False if it did not end in time. Idempotent."""

@@ -84,10 +84,8 @@ class Load:
         return self.in_step_s is not None
 
 
-def asked_offers() -> Bounded[OfferRef, bool]:
-    """The offers that were asked for, as many as are remembered; True: a board has answered before
-    their source did.
-    """
+def asked_offers() -> Bounded[OfferRef, None]:
+    """The offers that were asked for, as many as are remembered."""
     return Bounded(REMEMBERED)
 
 
@@ -235,7 +233,7 @@ class LoadBook:
         load.state = LoadState.HANDED
         if load.is_growing:
             self._growing[request_id] = load.source.num_tokens
-        self._asked[load.source.offer] = False
+        self._asked[load.source.offer] = None
         self._loads.append(
             NewLoad(
                 request_id=request_id,

@@ -194,6 +194,8 @@ class Sink:
         self._by_offer: dict[OfferRef, SinkLoad] = {}
         self._by_key: dict[TransferKey, tuple[SinkLoad, RankId]] = {}
         self._asked = asked_offers()
+        self._shown = asked_offers()
+        """Those whose board has answered before their source does."""
         self._ways: dict[Peer, tuple[Way, ...]] = {}
         self._on_idle: Callable[[], object] | None = None
 
@@ -342,7 +344,7 @@ class Sink:
         for rank, run in routes.items():
             run.progressed_s = load.started_s
             self._by_key[run.key] = (load, rank)
-        self._asked[order.source.offer] = False
+        self._asked[order.source.offer] = None
         # First: from here on the load ends, whatever fails
         self._look_in(load, min(RETRY_S, self._timeout_s))
         self._keeper.hold_at(order.request_id, order.source, frozenset(routes))
@@ -375,7 +377,7 @@ class Sink:
             return
         load = self._by_offer.get(message.offer)
         if load is None or load.peer is not peer or source not in load.routes:
-            if not self._asked.get(message.offer, False):  # else what it says, the board has said
+            if message.offer not in self._shown:
                 self._ledger.count("control.late")
             return
         match message:
@@ -634,7 +636,7 @@ class Sink:
         """
         run, peer = load.routes[source], self._peer(load)
         run.owes_pull = False
-        self._asked[load.order.source.offer] = True
+        self._shown[load.order.source.offer] = None
         send = peer.send_later if run.pull.verify is UNSET else peer.send
         send(source, run.pull)
         self._ledger.count("board.grants")

@@ -50,7 +50,7 @@ class _Times(ctypes.Structure):
     _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "first_s", "first_ns")]
 
 
-class Timer:
+class TimerFd:
     """A descriptor that can be read after a time. The kernel keeps that (timerfd_create(2)): a
     thread that did would want the interpreter to begin, and Python's poll its own round.
 

@@ -525,6 +525,10 @@ class Plan:
     hosts: tuple[str, ...] = ()
 
     @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.gpus else "float32"
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest request, with the block that rounding may add."""
         return max(load.most_tokens for load in self.loads) + self.block_tokens
@@ -541,7 +545,7 @@ def engine_args(plan: Plan, contender: Contender, side: str, port: int) -> dict[
     """Arguments of vLLM's engine."""
     model = plan.model
     found: dict[str, Any] = {
-        **{"model": model.path, "dtype": "bfloat16" if plan.gpus else "float32", "seed": 0},
+        **{"model": model.path, "dtype": plan.dtype, "seed": 0},
         **{"load_format": "auto" if model.has_weights else "dummy", "skip_tokenizer_init": True},
         **{"max_model_len": plan.longest, "max_num_seqs": 32, "block_size": plan.block_tokens},
         "max_num_batched_tokens": max(2048, min(8192, plan.longest)),

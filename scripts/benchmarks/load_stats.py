@@ -371,16 +371,24 @@ def leading(tokens: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))
 
 
-def less_likely(tokens: Sequence[int], own: Served) -> float:
+NEAR = {"float32": 0.05, "bfloat16": 0.3}
+"""Of two log probabilities: where tokens are so much apart at most, rounding may choose. Those of
+other prompts' tokens lie 3 and more lower.
+"""
+
+
+def less_likely(
+    tokens: Sequence[int], own: Sequence[int], likely: Sequence[Mapping[int, float]]
+) -> float:
     """How much less likely the first token that is not the reference's own is to the reference, as
     a difference of log probabilities; 0: all are equal, inf: it is not among its likeliest. Engines
     that round otherwise part where two tokens are nearly as likely; wrong KV has no reason to.
+    ``likely``: of each of the reference's tokens.
     """
-    at = leading(tokens, own.tokens)
-    if at == min(len(tokens), len(own.tokens)):
+    at = leading(tokens, own)
+    if at == min(len(tokens), len(own)):
         return 0.0
-    step = own.likely[at]
-    return step[own.tokens[at]] - step.get(tokens[at], -math.inf)
+    return likely[at][own[at]] - likely[at].get(tokens[at], -math.inf)
 
 
 def _share(value: float) -> str:

@@ -223,7 +223,7 @@ def test_the_offers_that_were_asked_for_are_forgotten_in_the_end() -> None:
     asked = asked_offers()
     refs = [OfferRef(i.to_bytes(16, "big"), b"s" * 16) for i in range(REMEMBERED + 1)]
     for ref in refs:
-        asked[ref] = False
+        asked[ref] = None
     assert refs[0] not in asked
     assert refs[1] in asked
     asked.pop(refs[1])

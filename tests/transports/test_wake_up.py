@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kvxfer.transports.wake_up import Alarm, Completions, Timer, WakeUp
+from kvxfer.transports.wake_up import Alarm, Completions, TimerFd, WakeUp
 
 
 class Bell:
@@ -27,7 +27,7 @@ class Bell:
         return self._rung.acquire(timeout=timeout_s)
 
 
-def is_awake(wake: WakeUp | Timer, timeout_s: float = 0.0) -> bool:
+def is_awake(wake: WakeUp | TimerFd, timeout_s: float = 0.0) -> bool:
     return bool(select.select([wake.fd], [], [], timeout_s)[0])
 
 
@@ -64,7 +64,7 @@ def test_late_wakes_are_not_written_to_whoever_has_the_number_now() -> None:
 
 
 def test_a_timer_can_be_read_after_its_time_unless_it_is_set_anew() -> None:
-    timer, begin_s = Timer(), time.monotonic()
+    timer, begin_s = TimerFd(), time.monotonic()
     timer.set(0.02)
     assert is_awake(timer, 30.0)
     assert time.monotonic() >= begin_s + 0.02

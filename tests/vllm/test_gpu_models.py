@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from scripts.benchmarks.load_stats import NEAR, less_likely
 from tests.vllm.cases import Pair, Sources, Tokens, concurrent_prompts, prompt
 from tests.vllm.engines import OFFER, Connector, Engine, Finished
 from tests.vllm.gpu_models import START_TIMEOUT_S, GpuConfig, GpuEngine
@@ -29,13 +30,11 @@ pytestmark = [
 
 NEW_TOKENS = 12
 PROMPT_TOKENS = (3, 5, 63, 64, 130, 300, 1100)
-TIE = {"float32": 0.05, "bfloat16": 0.3}
-"""Of two log probabilities: those of other prompts' tokens lie 3 and more lower."""
 FIRST_TIMEOUT_S = 240.0  # while kernels are compiled
 TOLD_AS = {"UniformTypeKVCacheSpecs": "MLAAttentionSpec"}
 """Of a group of unlike specs vLLM 0.26 tells the scheduler the first one, 0.32 all."""
 NO_CACHE = {"enable_prefix_caching": False}
-PRECISE, ROUNDED = ({"dtype": dtype} for dtype in TIE)
+PRECISE, ROUNDED = ({"dtype": dtype} for dtype in NEAR)
 CHUNKS = {"max_num_batched_tokens": 192}
 
 
@@ -51,7 +50,7 @@ class Case:
 
     @property
     def tie(self) -> float:
-        return TIE[self.both["dtype"]]
+        return NEAR[self.both["dtype"]]
 
     def config(self, side: str) -> GpuConfig:
         more = self.both | (self.prefill if side == "prefill" else self.decode)
@@ -122,19 +121,14 @@ def alone(engine: Engine, prompts: Sequence[Tokens]) -> list[Finished]:
 
 
 def gaps(got: Sequence[Finished], alone: Sequence[Finished]) -> list[float]:
-    """Of each prompt, where its tokens first are not one engine's: how much less likely is the
-    token to that engine than its own (99: not among its 20 likeliest)? 0 where they are equal.
+    """Of each prompt, where its tokens first are not one engine's: how much less likely the token
+    is to that engine than its own.
     """
     found = []
     for answer, own in zip(got, alone, strict=True):
-        pairs = enumerate(zip(answer.token_ids, own.token_ids, strict=True))
-        at = next((i for i, (token, want) in pairs if token != want), None)
-        if at is None:
-            found.append(0.0)
-        else:
-            step = own.logprobs[at]
-            least = step[str(own.token_ids[at])] - 99
-            found.append(step[str(own.token_ids[at])] - step.get(str(answer.token_ids[at]), least))
+        assert len(answer.token_ids) == len(own.token_ids)
+        likely = [{int(token): each for token, each in step.items()} for step in own.logprobs]
+        found.append(less_likely(answer.token_ids, own.token_ids, likely))
     return found
 
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from torch import Tensor
 
-from kvxfer.connector.records import NO_ORDERS, NewLoad
+from kvxfer.connector.records import NO_ORDERS, KVConnectorStats, NewLoad
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.compat import (
@@ -69,7 +69,8 @@ class WorkerSide:
         self._failed_block_ids: set[int] = set()
         self._has_loaded = False
         """Loads were part of this step."""
-        self._to_tell: list[Callable[[], KvxferStats | None]] = []
+        self._to_tell: list[tuple[KVConnectorStats | None, float, float]] = []
+        """What was counted, seconds with a load in flight, and when that was collected."""
 
     # -------------------------------------------------- registration
 
@@ -218,13 +219,16 @@ class WorkerSide:
         stats = self._core.get_kv_connector_stats()
         busy_s = self._in_flight.take_busy_s() if stats or self._in_flight.has_news else 0.0
         if stats or busy_s:
-            times = {"busy_s": busy_s, "collected_s": time.monotonic()}
-            self._to_tell.append(partial(of_worker, stats, rank=str(self._rank), **times))
+            self._to_tell.append((stats, busy_s, time.monotonic()))
         if self._has_loaded:
             return None
-        made = [stats for make in self._to_tell if (stats := make()) is not None]
-        self._to_tell = []
-        return reduce(KvxferStats.aggregate, made) if made else None
+        counted, self._to_tell = self._to_tell, []
+        made = [
+            of_worker(stats, rank=str(self._rank), busy_s=busy_s, collected_s=collected_s)
+            for stats, busy_s, collected_s in counted
+        ]
+        told = [each for each in made if each is not None]
+        return reduce(KvxferStats.aggregate, told) if told else None
 
     def shutdown(self) -> None:
         """End every offer and load, threads and sockets; of an engine that drains not before the
