@@ -430,11 +430,23 @@ def stuck(engine: Engine) -> Iterator[None]:
 
 
 def io_thread_of(engine: Engine) -> threading.Thread:
-    """It says so itself."""
+    """It says so itself, and has then done all that was posted to it before."""
     threads: list[threading.Thread] = []
     service_of(engine).io.post(lambda: threads.append(threading.current_thread()))
     until(lambda: threads)
     return threads[0]
+
+
+def opened_offer(source: Engine, request_id: str = "p") -> tuple[SourceRef, GivenOffer]:
+    """It can be read, its request has finished, and nothing that its engine did is on its way."""
+    before = source.count("offers.opened")
+    ref = source.offer(request_id, 16, [1])
+    source.compute(request_id)
+    until(lambda: source.count("offers.opened") > before)
+    io_thread_of(source)
+    offer = given_offer(source, ref.offer.nonce)
+    assert offer is not None
+    return ref, offer
 
 
 def peers_of(sink: Engine) -> Mapping[tuple[str, str], Peer]:

@@ -43,7 +43,7 @@ from kvxfer.transports.base import SendRequest
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.visitors import MOST_UNREAD
 from tests.builders import EngineShape
-from tests.connector.rig import DIGEST, POISON, Engine, given_offer, num_pulls, service_of, until
+from tests.connector.rig import DIGEST, POISON, Engine, num_pulls, opened_offer, service_of, until
 from tests.spoken import watch_messages
 from tests.wires import pipe_of, use_source
 
@@ -311,14 +311,10 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
 @pytest.mark.parametrize("is_over", [False, True])
 def test_who_knows_only_the_nonce_changes_nothing_and_leaves_nothing(is_over: bool) -> None:
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
-        ref = source.offer("p", 16, [1])
-        source.compute("p")
-        until(lambda: source.count("offers.opened"))
+        ref, offer = opened_offer(source)
         if is_over:
             source.end("p")
             until(lambda: source.sent("p"))
-        offer = given_offer(source, ref.offer.nonce)
-        assert offer is not None
         lease_until_s = offer.lease_until_s
         for number in range(50):
             life = number.to_bytes(16, "big")
@@ -341,11 +337,7 @@ def test_who_knows_only_the_nonce_changes_nothing_and_leaves_nothing(is_over: bo
 
 def test_a_keep_asks_for_a_lease_and_no_more() -> None:
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
-        ref = source.offer("p", 16, [1])
-        source.compute("p")
-        until(lambda: source.count("offers.opened"))
-        offer = given_offer(source, ref.offer.nonce)
-        assert offer is not None
+        ref, offer = opened_offer(source)
         offer.lease_until_s = 0.0
         dealer.send(encode(Keep((ref.offer,), LIFE, 86400.0, {ref.offer.nonce: DIGEST})))
         dealer.send(encode(Ping()))
@@ -376,8 +368,7 @@ def test_a_stolen_name_neither_takes_a_read_over_nor_releases_it() -> None:
         _dealer(source) as reader,
         _dealer(source) as thief,
     ):
-        ref = source.offer("p", 16, [1])
-        source.compute("p")
+        ref, offer = opened_offer(source)
         pull = _pull(source, ref, wire="shm")
         release = Release(ref.offer, pull.consumer)
         reader.send(encode(pull))
@@ -390,8 +381,6 @@ def test_a_stolen_name_neither_takes_a_read_over_nor_releases_it() -> None:
         answer = _answer(thief)
         assert isinstance(answer, Refuse)
         assert answer.detail == "another connection reads in this name"
-        offer = given_offer(source, ref.offer.nonce)
-        assert offer is not None
         assert offer.state is OfferState.OPEN
         reader.send(encode(release))
         answer = _answer(reader)
@@ -402,14 +391,11 @@ def test_a_stolen_name_neither_takes_a_read_over_nor_releases_it() -> None:
 
 def test_a_reader_whose_connection_has_ended_may_ask_over_another() -> None:
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as again:
-        ref = source.offer("p", 16, [1])
-        source.compute("p")
+        ref, offer = opened_offer(source)
         pull = _pull(source, ref, wire="shm")
         with _dealer(source) as reader:
             reader.send(encode(pull))
             assert isinstance(_answer(reader), Grant)
-        offer = given_offer(source, ref.offer.nonce)
-        assert offer is not None
         until(lambda: not offer.identities)
         again.send(encode(pull))
         assert isinstance(_answer(again), Grant)
@@ -426,9 +412,7 @@ SOON: dict[str, Any] = {"keep_s": 0.1, "peer_silent_s": 0.1, "lease_s": 300.0}
 def test_what_a_sink_held_comes_back_with_its_connection(is_granted: bool) -> None:
     """Long before its lease of 300 s; also of one that only keeps the offer."""
     with Engine(ONE, "prefill", fill=1, **SOON) as source:
-        ref = source.offer("p", 16, [1])
-        source.compute("p")
-        until(lambda: source.count("offers.opened"))
+        ref, _ = opened_offer(source)
         with _dealer(source) as dealer:
             if is_granted:
                 dealer.send(encode(_pull(source, ref)))
@@ -447,12 +431,8 @@ def test_a_sink_that_has_connected_anew_keeps_its_offer() -> None:
         Engine(ONE, "prefill", fill=1, **SOON) as source,
         _dealer(source) as again,
     ):
-        ref = source.offer("p", 16, [1])
-        source.compute("p")
-        until(lambda: source.count("offers.opened"))
-        other = source.offer("other", 16, [2])
-        source.compute("other")
-        until(lambda: source.count("offers.opened") == 2)
+        ref, _ = opened_offer(source)
+        other, _ = opened_offer(source, "other")
         with _dealer(source) as dealer:
             for offer in (ref, other):
                 keep = Keep((offer.offer,), LIFE, 5.0, {offer.offer.nonce: DIGEST})
