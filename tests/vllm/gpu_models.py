@@ -17,7 +17,7 @@ from typing import Any
 from scripts.benchmarks.load_host import do_without_cutlass
 from tests.vllm import engine_worker
 from tests.vllm.engines import Engine, EngineConfig
-from tests.vllm.models import VOCAB_SIZE, cache_folder
+from tests.vllm.models import VOCAB_SIZE, cache_folder, make
 from tests.vllm.processes import Process
 
 _SHAPE: dict[str, Any] = {
@@ -194,13 +194,16 @@ class GpuConfig(EngineConfig):
     variables: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
 
     def folder(self) -> Path:
+        if self.model not in CONFIGS:  # one with weights: of several ranks each reads its part
+            return make(self.model)
         found = cache_folder() / f"gpu-{self.model}-1"
         found.mkdir(parents=True, exist_ok=True)
         (found / "config.json").write_text(json.dumps(CONFIGS[self.model]))
         return found
 
     def engine_args(self, port: int) -> dict[str, Any]:
-        small = {"gpu_memory_utilization": 0.02, "max_model_len": 2048, "load_format": "dummy"}
+        weights = "dummy" if self.model in CONFIGS else "auto"
+        small = {"gpu_memory_utilization": 0.02, "max_model_len": 2048, "load_format": weights}
         return EngineConfig.engine_args(self, port) | small | self.more
 
 

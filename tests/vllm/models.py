@@ -334,7 +334,7 @@ def _modules() -> _Checkpoint:
     return _mtp(2)
 
 
-def _latent() -> Any:
+def _latent(head_size: int = 32) -> Any:
     """DeepSeek V3 without experts: one latent of 576 elements for all heads in each of 4 layers,
     which is the one size that vLLM's kernel for CPUs has.
     """
@@ -347,15 +347,20 @@ def _latent() -> Any:
         first_k_dense_replace=4,
         q_lora_rank=64,
         kv_lora_rank=512,
-        qk_nope_head_dim=32,
+        qk_nope_head_dim=head_size,
         qk_rope_head_dim=64,
-        v_head_dim=32,
+        v_head_dim=head_size,
         n_routed_experts=8,
         n_group=1,
         topk_group=1,
         num_experts_per_tok=2,
     )
     return DeepseekV3ForCausalLM(config)
+
+
+def _deep_latent() -> Any:
+    """With heads of DeepSeek's own size, which kernels for GPUs have."""
+    return _latent(128)
 
 
 _MAKERS: dict[str, Callable[[], Any]] = {
@@ -375,6 +380,7 @@ _MAKERS: dict[str, Callable[[], Any]] = {
     "mtp": _mtp,
     "modules": _modules,
     "latent": _latent,
+    "deep-latent": _deep_latent,
 }
 NAMES = tuple(_MAKERS)
 

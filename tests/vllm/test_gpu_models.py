@@ -1,6 +1,6 @@
 """Models of which vLLM has kernels for GPUs alone, on two real engines that share one GPU: those
-that keep a state beside attention or latents, DeepSeek's latents with and without an indexer, and
-fp8 with a scale for each token.
+that keep a state beside attention or latents, DeepSeek's latents with and without an indexer, fp8
+with a scale for each token, and, on two GPUs, latents whose tokens two ranks share.
 
 Prefill computes in chunks, and its blocks have another size than decode's. In float32 where the
 kernels have it. In bfloat16 a decode step rounds otherwise than a step of prefill, so that a token
@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.benchmarks.load_stats import NEAR, less_likely
 from tests.vllm.cases import Pair, Sources, Tokens, concurrent_prompts, prompt
@@ -69,6 +70,8 @@ def latent(model: str, groups: str, **both: str) -> Case:
 
 
 MAMBA2 = state("granite", PRECISE)
+WHOLE = latent("deep-latent", "MLAAttentionSpec")
+SHARED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 CASES = {
     "mamba1": state("jamba", PRECISE),
     "mamba2": MAMBA2,
@@ -88,12 +91,20 @@ CASES = {
         {"block_size": 64},
     ),
     "packed-latents": latent("deepseek-v3.2", "UniformTypeKVCacheSpecs", kv_cache_dtype="fp8"),
+    "shared-to-whole": replace(WHOLE, prefill=WHOLE.prefill | SHARED),
+    "whole-to-shared": replace(WHOLE, decode=WHOLE.decode | SHARED),
+    "shared-to-shared": replace(
+        WHOLE, prefill=WHOLE.prefill | SHARED, decode=WHOLE.decode | SHARED
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+    found = CASES[request.param]
+    if "shared" in request.param and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    return found
 
 
 @pytest.fixture(scope="module")
