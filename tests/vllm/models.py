@@ -32,10 +32,16 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _llama() -> Any:
+def _llama(num_kv_heads: int = 4) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**_SHAPE, num_hidden_layers=4, rms_norm_eps=1e-5))
+    shape = _SHAPE | {"num_key_value_heads": num_kv_heads}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=4, rms_norm_eps=1e-5))
+
+
+def _one_head() -> Any:
+    """With one head of KV, so that two ranks may share its tokens."""
+    return _llama(1)
 
 
 def _experts() -> Any:
@@ -365,6 +371,7 @@ def _deep_latent() -> Any:
 
 _MAKERS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
+    "one-head": _one_head,
     "hybrid": _hybrid,
     "experts": _experts,
     "chunked": _chunked,

@@ -83,7 +83,11 @@ def _slots_of_vllm(table: Any, kept: Interleave, block_tokens: int, num_tokens: 
 @pytest.mark.parametrize("run", [1, 4, 16])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_token_lies_where_vllms_kernel_writes_it(size: int, run: int) -> None:
-    """Unit by unit of what each rank gives to one that keeps all tokens."""
+    """Unit by unit of what each rank gives to one that keeps all tokens; and so do engines of which
+    vLLM has no kernel for CPUs (test_shared_tokens.py).
+    """
+    from tests.vllm.shared_tokens import slots_of
+
     table, num_tokens, block_tokens = [7, 2, 5, 1, 3], 80, 16
     for rank in range(size):
         kept = Interleave(size, rank, run)
@@ -95,6 +99,8 @@ def test_a_token_lies_where_vllms_kernel_writes_it(size: int, run: int) -> None:
             if token // run % size == rank
         }
         assert dict(enumerate(slots.tolist())) == dict.fromkeys(range(num_tokens), -1) | found
+        given = torch.arange(num_tokens), torch.tensor(table), block_tokens
+        assert slots_of(*given, size, rank, run).tolist() == slots.tolist()
 
 
 RUN = 4
