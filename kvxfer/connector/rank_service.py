@@ -132,34 +132,7 @@ class RankService:
         """As the scheduler has said last; None: it has not heard that it is to drain."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
         try:
-            Guard(self._context, config, ledger.refused)
-            self._server = ControlServer(
-                self.io, self._context, config, ledger, self._dispatch, self._on_gone
-            )
-            self._parts.append(self._server)
-            sources, sinks = self._make_wires(config, memory)
-            board = self._make_board(config, sources)
-            self.manifest = RankManifest(
-                rank=identity.rank,
-                control_endpoint=self._server.endpoint,
-                data_endpoints=data_endpoints(sources),
-                memories=published_infos(sources, memory),
-                regions=regions,
-                board=board.handle if board is not None else None,
-                curve_public_key=config.curve_public_key,
-            )
-            self.ends = Ends(board)
-            verifier = Verifier(memory, self._copy_thread, self.io.post)
-            self.source = Source(
-                self.io,
-                config,
-                ledger,
-                Served(identity.incarnation, self.manifest, sources),
-                server=self._server,
-                ends=self.ends,
-                verifier=verifier,
-            )
-            self._make_sink(config, sinks, verifier, can_leave_unhashed=can_leave_unhashed)
+            sources, sinks = self._build(config, regions, memory, can_leave_unhashed)
         except BaseException:
             self._close_all()
             self._copy_thread.close()
@@ -170,24 +143,65 @@ class RankService:
             said = protection(config, self._server.endpoint, sources)
             names = identity.engine_id, self._server.endpoint
             _log.log(said.level, "protection of engine %s at %s: %s", *names, said.text)
-        self.borrower = Borrower.make(self.io, ledger, self.sink, sinks.values())
-        # Direct wires first: their completed reads are reported before the sockets of stream wires
-        # are read.
-        receiving = [sink for sink in sinks.values() if isinstance(sink, ReceivingSink)]
-        for sink in (*(sink for sink in sinks.values() if sink not in receiving), *receiving):
+        self._watch(list(sources.values()), list(sinks.values()))
+        self.io.start()
+
+    def _build(
+        self,
+        config: Config,
+        regions: tuple[Region, ...],
+        memory: LocalMemory,
+        can_leave_unhashed: bool,
+    ) -> tuple[dict[str, SourceTransport], dict[str, SinkTransport]]:
+        """The listener, the wires, the source and the sink; whatever has begun is in ``_parts``."""
+        identity, ledger = self._identity, self._ledger
+        Guard(self._context, config, ledger.refused)
+        self._server = ControlServer(
+            self.io, self._context, config, ledger, self._dispatch, self._on_gone
+        )
+        self._parts.append(self._server)
+        sources, sinks = self._make_wires(config, memory)
+        board = self._make_board(config, sources)
+        self.manifest = RankManifest(
+            rank=identity.rank,
+            control_endpoint=self._server.endpoint,
+            data_endpoints=data_endpoints(sources),
+            memories=published_infos(sources, memory),
+            regions=regions,
+            board=board.handle if board is not None else None,
+            curve_public_key=config.curve_public_key,
+        )
+        self.ends = Ends(board)
+        verifier = Verifier(memory, self._copy_thread, self.io.post)
+        self.source = Source(
+            self.io,
+            config,
+            ledger,
+            Served(identity.incarnation, self.manifest, sources),
+            server=self._server,
+            ends=self.ends,
+            verifier=verifier,
+        )
+        self._make_sink(config, sinks, verifier, can_leave_unhashed=can_leave_unhashed)
+        return sources, sinks
+
+    def _watch(self, sources: Sequence[SourceTransport], sinks: Sequence[SinkTransport]) -> None:
+        """Have the IO thread look after the wires, and lend it to the engine's where that helps."""
+        self.borrower = Borrower.make(self.io, self._ledger, self.sink, sinks)
+        receiving = [sink for sink in sinks if isinstance(sink, ReceivingSink)]
+        direct = [sink for sink in sinks if sink not in receiving]
+        for sink in (*direct, *receiving):  # completed reads are told before sockets are read
             self.io.watch_group(sink, self._poll_sink)
-        sending = [source for source in sources.values() if isinstance(source, SendingSource)]
-        self._sending = sending
-        self._streams = (("source", sending), ("sink", receiving))
-        for source in sending:
+        self._sending = [source for source in sources if isinstance(source, SendingSource)]
+        for source in self._sending:
             self.io.watch_group(source, self._poll_source)
+        self._streams = (("source", self._sending), ("sink", receiving))
         self._inspects = [
             self._inspect_server,
-            *(source.inspect for source in sending),
+            *(source.inspect for source in self._sending),
             *(sink.inspect for sink in receiving),
         ]
         self.io.after(LOOK_S, self._inspect)
-        self.io.start()
 
     def _make_wires(
         self, config: Config, memory: LocalMemory
