@@ -6,7 +6,7 @@ sink's staging, and announces it when it lies there. The sink chooses one of the
 
 NIXL has no descriptor that tells when a transfer is over. On one host NIXL copies by itself, and a
 transfer is over when it has been posted. Otherwise an alarm wakes the IO thread after 50 us, 100,
-200 and so on, and the IO thread polls.
+200 and so on, and the IO thread looks.
 
 Neither NIXL nor UCX can tell when a peer has stopped using memory that it may reach. So such
 staging is not reused until the other end has said that it is over, or cannot be reached any more. A
@@ -33,7 +33,6 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.transports.base import Wake
 from kvxfer.transports.native_peers import net_devices, parse_address
 from kvxfer.transports.nixl_agent import MOST_ADDRESS, Area, NixlAgent, Operation, Request
 from kvxfer.transports.pipe import (
@@ -171,8 +170,8 @@ class NixlPipe(Pipe):
     reads_peers = True
     ways = WAYS
 
-    def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
-        self._host = NixlHost(device, config, wake)
+    def __init__(self, device: torch.device, config: Config) -> None:
+        self._host = NixlHost(device, config)
         self._ends: dict[bytes, End] = {}
         self._closing: list[End] = []
         self._is_open = True
@@ -233,8 +232,14 @@ class NixlPipe(Pipe):
         self._ends[connection] = end
         return NixlSinkLane(self, end, operation)
 
+    def fds(self) -> Sequence[int]:
+        return (self._host.alarm.fd,) if self._is_open else ()
+
     def progress(self) -> None:
-        if not self._is_open or not self._ends:
+        if not self._is_open:
+            return
+        self._host.alarm.clear()
+        if not self._ends:
             return
         for peer, note in self._host.agent.notes():
             end = self._ends.get(note[len(GO) :])
@@ -336,11 +341,11 @@ class NixlHost:
     TransportUnavailable: what is missing, and what to install.
     """
 
-    def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
+    def __init__(self, device: torch.device, config: Config) -> None:
         self.device = device
         with self.on_device():
             self.agent = NixlAgent(net_devices(config))
-        self.alarm = Alarm(wake)
+        self.alarm = Alarm()
         self._peers: Counter[str] = Counter()
         self._kept: list[Staging] = []
 

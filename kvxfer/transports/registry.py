@@ -94,7 +94,7 @@ def _ucx_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
 def _nixl_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     with _needs("nixl", "NIXL", "kvxfer[nixl]"):
         from kvxfer.transports.nixl_pipe import NixlPipe
-    return NixlPipe(memory.device, config, wake)
+    return NixlPipe(memory.device, config)
 
 
 PIPES: dict[str, MakePipe] = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
-import threading
 import time
 from typing import TypeVar
 
@@ -93,44 +93,27 @@ class Completions(list[T]):
 
 
 class Alarm:
-    """Calls ``wake`` once, after the shortest of the times that were asked for since the last call.
-    A thread of its own serves times for which a poll loop is too coarse; exact to about 60
-    microseconds.
+    """A descriptor that can be read after the shortest of the times that were asked for since it
+    was cleared last. For one thread: one for whose times its poll loop is too coarse.
     """
 
-    def __init__(self, wake: Wake) -> None:
-        self._wake = wake
-        self._changed = threading.Condition()
-        self._due_s: float | None = None
-        self._is_closing = False
-        self._thread = threading.Thread(target=self._main, name="kvxfer-alarm", daemon=True)
-        self._thread.start()
+    def __init__(self) -> None:
+        self._timer = TimerFd()
+        self._due_s = math.inf
+        self.fd = self._timer.fd
 
     def after(self, delay_s: float) -> None:
-        """Wake after that long at the latest. From any thread."""
+        """Make ``fd`` readable after that long at the latest."""
         due_s = time.monotonic() + delay_s
-        with self._changed:
-            if self._is_closing or (self._due_s is not None and self._due_s <= due_s):
-                return
+        if due_s < self._due_s:
             self._due_s = due_s
-            self._changed.notify()
+            self._timer.set(delay_s)
+
+    def clear(self) -> None:
+        """Reset ``fd`` if its time has passed; call it before the look at what it was for."""
+        if self._due_s <= time.monotonic():
+            self._due_s = math.inf
+            self._timer.set(0)
 
     def close(self) -> None:
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _main(self) -> None:
-        while self._wait():
-            self._wake()
-
-    def _wait(self) -> bool:
-        with self._changed:
-            while not self._is_closing:
-                left_s = None if self._due_s is None else self._due_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    self._due_s = None
-                    return True
-                self._changed.wait(left_s)
-        return False
+        self._timer.close()

@@ -88,11 +88,11 @@ def ucx_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
 
 
 def nixl_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    return NixlPipe(memory.device, config, wake)
+    return NixlPipe(memory.device, config)
 
 
 def nixl_reading_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    pipe = NixlPipe(memory.device, config, wake)
+    pipe = NixlPipe(memory.device, config)
     pipe.ways = ("READ",)
     return pipe
 

@@ -76,7 +76,7 @@ def _pipe(wire: str) -> Pipe:  # the libraries need not be there
         return UcxPipe(CPU, Config(), lambda: None)
     from kvxfer.transports.nixl_pipe import NixlPipe
 
-    return NixlPipe(CPU, Config(), lambda: None)
+    return NixlPipe(CPU, Config())
 
 
 def unreadable(wire: str, good: bytes) -> list[bytes]:

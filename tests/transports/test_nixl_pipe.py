@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,7 +26,6 @@ from kvxfer.transports.native_peers import LOOPBACK
 from kvxfer.transports.nixl_agent import NixlAgent, Operation
 from kvxfer.transports.nixl_pipe import GO, NixlPipe
 from kvxfer.transports.pipe import PipeBroken, SinkLane, Slots, SourceLane
-from kvxfer.transports.wake_up import Alarm
 from tests.helpers import needs_nixl, run_pair
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,
@@ -42,17 +41,13 @@ CPU = torch.device("cpu")
 KILLED = [name for name in scenario_names() if name.startswith("killed")]
 
 
-def quiet() -> None:
-    """Nobody waits."""
-
-
 # ------------------------------------------------------------------ the contract
 
 
 def make_pipe(device: torch.device, wake: Wake, tls: str) -> NixlPipe:
     """``tls``: what UCX may take. "all" copies by itself on one host, "tcp" goes as between two."""
     os.environ["UCX_TLS"] = tls
-    return NixlPipe(device, Config(), wake)
+    return NixlPipe(device, Config())
 
 
 @needs_nixl
@@ -106,8 +101,8 @@ class Two:
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
-        self.source = NixlPipe(CPU, Config(), quiet)
-        self.sink = NixlPipe(CPU, Config(), quiet)
+        self.source = NixlPipe(CPU, Config())
+        self.sink = NixlPipe(CPU, Config())
 
     def open(self, *, connect: bool = True) -> tuple[SourceLane, SinkLane]:
         taker = self.sink.open_sink(SLOTS, self.operation)
@@ -305,9 +300,7 @@ def test_what_goes_on_is_looked_at_until_it_is_over(
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     two = Two(operation)
-    rings = threading.Semaphore(0)
     mover = two.source if operation == "WRITE" else two.sink
-    mover._host.alarm = Alarm(rings.release)
 
     def num_looks() -> int:
         slots = Slots(1, 16 << 20)
@@ -323,7 +316,7 @@ def test_what_goes_on_is_looked_at_until_it_is_over(
             two.progress()
             if lane.poll():
                 return looks
-            assert rings.acquire(timeout=30.0), f"{looks} looks, and no more"
+            assert select.select(mover.fds(), [], [], 30.0)[0], f"{looks} looks, and no more"
             looks += 1
 
     # On a busy machine one may be over before it is looked at
@@ -384,14 +377,14 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "nixl", None)
     monkeypatch.setitem(sys.modules, "nixl._bindings", None)
     with pytest.raises(TransportUnavailable, match=r"install kvxfer\[nixl\]"):
-        NixlPipe(CPU, Config(), quiet)
+        NixlPipe(CPU, Config())
 
 
 # ------------------------------------------------------------------ a peer that stands still
 
 
 def _stopped_source(channel: Connection) -> None:
-    pipe = make_pipe(CPU, quiet, "tcp")
+    pipe = make_pipe(CPU, lambda: None, "tcp")
     lane = pipe.open_source(channel.recv(), SLOTS)
     lane.staging(0, SLOTS.slot_nbytes).fill_(9)
     lane.send(0, 0, SLOTS.slot_nbytes)
@@ -413,7 +406,7 @@ def _stop(pid: int) -> None:
 
 
 def _sink_of_a_stopped_source(channel: Connection) -> None:
-    pipe = make_pipe(CPU, quiet, "tcp")
+    pipe = make_pipe(CPU, lambda: None, "tcp")
     lane = pipe.open_sink(SLOTS, "READ")
     channel.send(lane.address)
     address, source = channel.recv()

@@ -374,6 +374,6 @@ def _slow_but(good_way: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return lane
 
     def make(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-        return Slow(memory.device, config, wake)
+        return Slow(memory.device, config)
 
     use_pipe(monkeypatch, "nixl", make)

@@ -1,4 +1,4 @@
-"""What a polling thread is woken by; an alarm wakes once, at the earliest of the times."""
+"""What a polling thread is woken by; an alarm at the earliest of its times."""
 
 from __future__ import annotations
 
@@ -12,22 +12,7 @@ import pytest
 from kvxfer.transports.wake_up import Alarm, Completions, TimerFd, WakeUp
 
 
-class Bell:
-    """What is woken, and when."""
-
-    def __init__(self) -> None:
-        self.rung_s: list[float] = []
-        self._rung = threading.Semaphore(0)
-
-    def __call__(self) -> None:
-        self.rung_s.append(time.monotonic())
-        self._rung.release()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._rung.acquire(timeout=timeout_s)
-
-
-def is_awake(wake: WakeUp | TimerFd, timeout_s: float = 0.0) -> bool:
+def is_awake(wake: WakeUp | TimerFd | Alarm, timeout_s: float = 0.0) -> bool:
     return bool(select.select([wake.fd], [], [], timeout_s)[0])
 
 
@@ -80,41 +65,30 @@ def test_a_timer_can_be_read_after_its_time_unless_it_is_set_anew() -> None:
         timer.set(1.0)
 
 
-def test_it_wakes_once() -> None:
-    bell = Bell()
-    alarm = Alarm(bell)
-    begin_s = time.monotonic()
+def test_an_alarm_lasts_until_it_is_cleared() -> None:
+    alarm, begin_s = Alarm(), time.monotonic()
     alarm.after(0.02)
-    assert bell.wait(30.0)
-    assert bell.rung_s[0] >= begin_s + 0.02
-    assert not bell.wait(0.05)
-    alarm.after(0.0)
-    assert bell.wait(30.0)
+    alarm.clear()  # its time has not come
+    assert is_awake(alarm, 30.0)
+    assert time.monotonic() >= begin_s + 0.02
+    alarm.after(3600.0)  # it rings already
+    assert is_awake(alarm)
+    alarm.clear()
+    assert not is_awake(alarm, 0.05)
+    alarm.after(0.001)
+    assert is_awake(alarm, 30.0)
+    alarm.close()
     alarm.close()
 
 
-def test_the_earliest_counts() -> None:
-    bell = Bell()
-    alarm = Alarm(bell)
-    begin_s = time.monotonic()
+def test_the_earliest_of_an_alarms_times_counts() -> None:
+    alarm, begin_s = Alarm(), time.monotonic()
     alarm.after(300.0)
     alarm.after(0.01)
     alarm.after(600.0)
-    assert bell.wait(30.0)
-    assert bell.rung_s[0] < begin_s + 300.0
+    assert is_awake(alarm, 100.0)
+    assert time.monotonic() < begin_s + 300.0
     alarm.close()
-
-
-def test_after_close_it_is_silent() -> None:
-    bell = Bell()
-    before = threading.active_count()
-    alarm = Alarm(bell)
-    alarm.after(0.05)
-    alarm.close()
-    alarm.close()
-    alarm.after(0.0)
-    assert not bell.wait(0.1)
-    assert threading.active_count() <= before  # an earlier test's thread may have ended
 
 
 def test_what_is_told_is_taken_once_in_its_order_and_wakes() -> None:
