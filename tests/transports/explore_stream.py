@@ -10,10 +10,13 @@ that is written too early is seen by its bytes.
 
 from __future__ import annotations
 
+import itertools
 import pickle
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.plan import ALL, Chunk
@@ -392,10 +395,12 @@ def explore(scenario: Scenario) -> Result:
     ``num_done``: worlds that are over and in which every read is done.
     """
     first = first_world(scenario)
-    start = _key_of(first)
-    parents: dict[object, tuple[object, str] | None] = {start: None}
-    exits: dict[object, object] = {}
-    over: set[object] = set()
+    # By key, which takes long to hash
+    numbers: defaultdict[object, int] = defaultdict(itertools.count().__next__)
+    start = numbers[_key_of(first)]
+    parents: dict[int, tuple[int, str] | None] = {start: None}
+    exits: dict[int, int] = {}
+    over: set[int] = set()
     num_done = 0
     queue = deque([(start, pickle.dumps(first))])
     while queue:
@@ -413,7 +418,7 @@ def explore(scenario: Scenario) -> Result:
             except (Violation, ProtocolError, KeyError) as exc:
                 trace = [*trace_to(here, parents), label]
                 return Result(len(parents), 0, f"{type(exc).__name__}: {exc}", trace)
-            there = _key_of(after)
+            there = numbers[_key_of(after)]
             if there == here:
                 continue
             if number < len(local):
@@ -446,16 +451,22 @@ def _key_of(world: World) -> object:
 
 
 def _frozen(value: object) -> object:
-    match value:
-        case dict():
-            return tuple(sorted(((repr(k), _frozen(v)) for k, v in value.items()), key=repr))
-        case set() | frozenset():
-            return tuple(sorted(map(repr, value)))
-        case list() | tuple() | deque() | bytearray():
-            return tuple(map(_frozen, value))
-        case Sends() | Reads() | SourceSlots() | SinkSlots():
-            return _frozen(vars(value))
-        case Send() | Read():
-            return tuple(_frozen(getattr(value, name)) for name in type(value).__slots__)
-        case _:
-            return value
+    kind: Any = type(value)
+    freeze = _freezer(kind)
+    return value if freeze is None else freeze(value)
+
+
+@cache
+def _freezer(kind: type) -> Callable[[Any], object] | None:
+    """None: such a value is hashed as it is."""
+    if issubclass(kind, dict):
+        return lambda value: frozenset([(key, _frozen(each)) for key, each in value.items()])
+    if issubclass(kind, set):
+        return lambda value: frozenset(value)
+    if issubclass(kind, list | tuple | deque | bytearray):
+        return lambda value: tuple([_frozen(each) for each in value])
+    if issubclass(kind, Sends | Reads | SourceSlots | SinkSlots):
+        return lambda value: _frozen(vars(value))
+    if issubclass(kind, Send | Read):
+        return lambda value: tuple([_frozen(getattr(value, name)) for name in kind.__slots__])
+    return None
