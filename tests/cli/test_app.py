@@ -209,6 +209,7 @@ def test_pair_by_another_wire_and_without_checks(tmp_path: Path, model: str) -> 
     assert ran.stdout.splitlines()[-1] == "nothing was compared"
 
 
+@pytest.mark.slow
 def test_text_is_shown_where_there_is_a_tokenizer(tmp_path: Path) -> None:
     folder, facts = tmp_path / "model", tmp_path / "facts.json"
     folder.mkdir()
@@ -230,6 +231,7 @@ def test_text_is_shown_where_there_is_a_tokenizer(tmp_path: Path) -> None:
     assert f"line 1: '{request['text']}'" in ran.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_kv_that_never_came_is_found(tmp_path: Path, model: str) -> None:
     blank = kvxfer(tmp_path, "pair", "--model", model, "--decode-faults", "read:blank")
     assert blank.returncode == DIFFERENT
@@ -238,14 +240,14 @@ def test_kv_that_never_came_is_found(tmp_path: Path, model: str) -> None:
     assert re.search(r"KV equal to the source's: 0 of [89]$", blank.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_loads_that_break_are_computed_or_fail_by_policy(tmp_path: Path, model: str) -> None:
     broken = ("pair", "--model", model, "--limit", "3", "--decode-faults", "read:fail")
-    for allowed, status in (([], DIFFERENT), (["--allow-recompute"], OK)):
-        ran = kvxfer(tmp_path, *broken, *allowed)
-        assert ran.returncode == status, ran.stderr
-        assert "KV not used: read_failed x 3" in ran.stdout
-        assert "3 of 3 requests ran without the KV that they asked for" in ran.stdout
-        assert "tokens equal to the single engine's: 3 of 3" in ran.stdout
+    ran = kvxfer(tmp_path, *broken, "--allow-recompute")
+    assert ran.returncode == OK, ran.stderr
+    assert "KV not used: read_failed x 3" in ran.stdout
+    assert "3 of 3 requests ran without the KV that they asked for" in ran.stdout
+    assert "tokens equal to the single engine's: 3 of 3" in ran.stdout
     ran = kvxfer(tmp_path, *broken, "--on-load-failure", "fail")
     assert ran.returncode == DIFFERENT
     assert "3 requests failed" in ran.stdout
@@ -266,6 +268,7 @@ def test_a_peer_that_is_not_allowed_is_one_error_and_no_good_end(
     assert more.startswith("WARNING decode rank 0: KV not used: not_allowed: 2 more like this (")
 
 
+@pytest.mark.slow
 def test_out_of_blocks_ends_the_run(tmp_path: Path, model: str) -> None:
     with started(
         *(tmp_path, "pair", "--model", model, "--decode-blocks", "4", "--no-verify")
@@ -326,6 +329,7 @@ def test_prefill_and_decode_in_two_terminals(tmp_path: Path, model: str) -> None
     assert_nothing_left(process.pid, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_incompatible_peer_is_named_field_by_field(tmp_path: Path, model: str) -> None:
     port = free_port()
     with started(
@@ -352,6 +356,7 @@ def test_an_incompatible_peer_is_named_field_by_field(tmp_path: Path, model: str
     assert more.startswith("WARNING decode rank 0: KV not used: incompatible: 1 more like this (")
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_there(tmp_path: Path, model: str) -> None:
     ran = kvxfer(
         *(tmp_path, "decode", "--prefill", f"127.0.0.1:{free_port()}", "--model", model),
