@@ -26,7 +26,10 @@ from scripts.benchmarks.load_stats import FLOOR, Answer
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 300.0
-_PORTS = count(20_000 + os.getpid() % 10_000, 8)
+_PORTS = count(20_000 + 64 * os.getpid() % 12_000, 8)
+"""Of each engine the first of eight: its connector's, and from the fifth on vLLM's own. Two runs at
+the same time have others.
+"""
 LEAD_S = 0.3
 """From the order of a segment to its begin."""
 ENVIRONMENT = {
@@ -60,6 +63,7 @@ class Pair:
     def _start(self, contender: Contender, at: int, handed: Any) -> Worker:  # noqa: ANN401
         side, gpus, port = SIDES[at], self.plan.gpus, _free_port()
         environment = ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        environment |= {"VLLM_PORT": str(port + 4)}
         environment |= {"CUDA_VISIBLE_DEVICES": gpus[at]} if gpus else ON_CPUS
         make: Callable[..., object] = EngineHost
         if self.link is not None:
