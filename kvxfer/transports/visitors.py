@@ -186,9 +186,11 @@ class Inbox:
         self._was_empty = False
 
     def take_empty(self) -> bool:
-        """Whether everything had been read at some moment since the last call."""
+        """Whether everything had been read at some moment since the last call, or is now: where
+        nothing comes nobody reads.
+        """
         was_empty, self._was_empty = self._was_empty, False
-        return was_empty
+        return was_empty or self._socket.closed or not self._socket.poll(0)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """Those that came, for one turn, a peer's name first at a ROUTER. Raises ManyParts, but not
