@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -132,7 +132,9 @@ class RankService:
         """As the scheduler has said last; None: it has not heard that it is to drain."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
         try:
-            sources, sinks = self._build(config, regions, memory, can_leave_unhashed)
+            sources, sinks = self._build(
+                config, regions, memory, can_leave_unhashed=can_leave_unhashed
+            )
         except BaseException:
             self._close_all()
             self._copy_thread.close()
@@ -143,7 +145,7 @@ class RankService:
             said = protection(config, self._server.endpoint, sources)
             names = identity.engine_id, self._server.endpoint
             _log.log(said.level, "protection of engine %s at %s: %s", *names, said.text)
-        self._watch(list(sources.values()), list(sinks.values()))
+        self._watch(sources.values(), sinks.values())
         self.io.start()
 
     def _build(
@@ -151,6 +153,7 @@ class RankService:
         config: Config,
         regions: tuple[Region, ...],
         memory: LocalMemory,
+        *,
         can_leave_unhashed: bool,
     ) -> tuple[dict[str, SourceTransport], dict[str, SinkTransport]]:
         """The listener, the wires, the source and the sink; whatever has begun is in ``_parts``."""
@@ -185,7 +188,9 @@ class RankService:
         self._make_sink(config, sinks, verifier, can_leave_unhashed=can_leave_unhashed)
         return sources, sinks
 
-    def _watch(self, sources: Sequence[SourceTransport], sinks: Sequence[SinkTransport]) -> None:
+    def _watch(
+        self, sources: Collection[SourceTransport], sinks: Collection[SinkTransport]
+    ) -> None:
         """Have the IO thread look after the wires, and lend it to the engine's where that helps."""
         self.borrower = Borrower.make(self.io, self._ledger, self.sink, sinks)
         receiving = [sink for sink in sinks if isinstance(sink, ReceivingSink)]

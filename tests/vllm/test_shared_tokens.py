@@ -31,11 +31,11 @@ def shared(run: int) -> dict[str, Any]:
     }
 
 
-def side(alone: EngineConfig, label: str, more: dict[str, Any], **fields: Any) -> EngineConfig:
+def side(alone: EngineConfig, label: str, more: dict[str, Any]) -> EngineConfig:
     connector = Connector(policy="fail", extra={"verify": "all"})
     more = alone.more | more
     tp_size = more.get("decode_context_parallel_size", 1)
-    return replace(alone, connector=connector, label=label, more=more, tp_size=tp_size, **fields)
+    return replace(alone, connector=connector, label=label, more=more, tp_size=tp_size)
 
 
 @pytest.mark.parametrize(
