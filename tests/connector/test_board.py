@@ -31,6 +31,7 @@ from tests.connector.rig import (
     STUCK_S,
     Engine,
     expect_copied,
+    num_pulls,
     stuck,
     until,
     watch_reports,
@@ -381,7 +382,7 @@ def test_an_offer_that_is_not_open_yet_is_waited_for() -> None:
     with prefill() as source, decode() as sink:
         ref = source.offer("p", 64, range(4))
         sink.load("d", ref, range(4), SPAN)
-        until(lambda: sink.count("peers.ready"))
+        until(lambda: num_pulls(source, ref.offer.nonce))  # it has looked, and asked
         source.compute("p")
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {None}

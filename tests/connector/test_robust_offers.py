@@ -109,9 +109,10 @@ def test_an_event_that_raises_breaks_its_offer_and_no_other(
         is_first = num_steps == 1
 
         def event() -> bool:
-            if is_late and is_first:
+            is_complete = is_late  # read once: it changes meanwhile
+            if is_complete and is_first:
                 raise OSError("unforeseen")
-            return is_late
+            return is_complete
 
         return event
 

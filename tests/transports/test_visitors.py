@@ -10,6 +10,7 @@ from contextlib import closing
 import pytest
 import zmq
 
+from kvxfer.transports import visitors as visitors_module
 from kvxfer.transports.visitors import (
     EVENT,
     MESSAGES_PER_TURN,
@@ -99,7 +100,10 @@ def test_of_a_message_of_many_parts_come_the_first_and_of_others_all(
     assert [each for each in messages if each not in long] == [[b"honest"], [b"again"]] * 3
 
 
-def test_many_parts_from_who_was_connected_to_are_an_error_after_what_came_before() -> None:
+def test_many_parts_from_who_was_connected_to_are_an_error_after_what_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(visitors_module, "TURN_S", 60.0)  # both messages are of one turn
     with (
         zmq.Context() as context,
         context.socket(zmq.PAIR) as peer,
@@ -218,7 +222,10 @@ def until(wanted: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_was_not_read_is_counted_to_the_byte(router: Socket, inbox: Inbox) -> None:
+def test_what_was_not_read_is_counted_to_the_byte(
+    router: Socket, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visitors_module, "TURN_S", 60.0)  # what is thrown away goes in one turn
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x"))
         assert router.poll(30_000)
