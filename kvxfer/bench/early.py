@@ -20,9 +20,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, count, pairwise, product
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,9 @@ class Pair:
             self._sides.append(side)
         self._pool = ThreadPoolExecutor(2)
         self._learned: Mapping[str, Any] | None = None
+
+    def start(self) -> None:
+        """Wait until both serve. Raises ContenderLost."""
         for side in self._sides:
             side.ready(_START_S)
 
@@ -303,38 +307,83 @@ def prompt_of(number: int, num_tokens: int) -> tuple[int, ...]:
     return tuple((number * 7919 + at * at * 31 + at * 17) % _VOCAB_SIZE for at in range(num_tokens))
 
 
-def measure(pair: Pair, options: argparse.Namespace, case: tuple[str, int]) -> tuple[Cell, Life]:
-    """A cell, and the life of the request, both asked at once, that took the median time."""
-    num_tokens = options.chunks * options.chunk_tokens
-    prompts = (prompt_of(number, num_tokens) for number in count(1))
-    lives: dict[str, list[Life]] = {IN_TURN: [], TOGETHER: []}
-    for _ in range(1 + options.rounds):
-        for how, found in lives.items():
-            found.append(pair.run(how, next(prompts)))
-    turns, both = (found[1:] for found in lives.values())  # the first ones were the warm-up
-    cached_ms = []
-    for _ in range(options.rounds):
-        prompt = next(prompts)
-        pair.alone(prompt[: num_tokens * 9 // 10], 1)
-        life = pair.run(TOGETHER, prompt)
+class Contender:
+    """A wire, and what its pair has taken."""
+
+    def __init__(
+        self,
+        link: SlowLink,
+        folder: Path,
+        wire: str,
+        head_size: int,
+        options: argparse.Namespace,
+    ) -> None:
+        self.name = f"{wire}, heads of {head_size}"
+        self._wire, self._head_size, self._chunks = wire, head_size, options.chunks
+        self._prompts = (prompt_of(n, options.chunks * options.chunk_tokens) for n in count(1))
+        self._lives: dict[str, list[Life]] = {IN_TURN: [], TOGETHER: []}
+        self._cached_ms: list[float] = []
+        self._pair = Pair(link, folder, wire, head_size, options.chunk_tokens)
+
+    def start(self) -> None:
+        """Raises ContenderLost."""
+        self._pair.start()
+
+    def run_both(self) -> None:
+        """A request in turn and one together. Raises ContenderLost."""
+        for how, found in self._lives.items():
+            found.append(self._pair.run(how, next(self._prompts)))
+
+    def run_cached(self) -> None:
+        """One together, of which prefill has 0.9 in its cache. Raises ContenderLost."""
+        prompt = next(self._prompts)
+        self._pair.alone(prompt[: len(prompt) * 9 // 10], 1)
+        life = self._pair.run(TOGETHER, prompt)
         begins_s = life.steps[0][0]
-        cached_ms.append(1e3 * min(s - begins_s for s, _ in life.data if s >= begins_s))
-    prefill_s = statistics.median(life.prefill_s for life in turns)
-    transfer_s = statistics.median(life.transfer_s for life in turns)
-    median = sorted(both, key=lambda life: life.ttft_s)[len(both) // 2]
-    cell = Cell(
-        wire=case[0],
-        head_size=case[1],
-        nbytes=median.nbytes,
-        prefill_ms=1e3 * prefill_s,
-        transfer_ms=1e3 * transfer_s,
-        in_turn_ms=1e3 * statistics.median(life.ttft_s for life in turns),
-        together_ms=1e3 * median.ttft_s,
-        bound_ms=1e3 * (AIM * max(prefill_s, transfer_s) + transfer_s / options.chunks),
-        decode_ms=1e3 * statistics.median(life.ttft_s - life.placed_s for life in both),
-        cached_ms=statistics.median(cached_ms),
-    )
-    return cell, median
+        leaves_s = min(moment_s for moment_s, _ in life.data if moment_s >= begins_s)
+        self._cached_ms.append(1e3 * (leaves_s - begins_s))
+
+    def result(self) -> tuple[Cell, Life]:
+        """Without the first of both, which were the warm-up; and the life of the request, together,
+        that took the median time.
+        """
+        turns, both = (found[1:] for found in self._lives.values())
+        prefill_s = statistics.median(life.prefill_s for life in turns)
+        transfer_s = statistics.median(life.transfer_s for life in turns)
+        median = sorted(both, key=lambda life: life.ttft_s)[len(both) // 2]
+        cell = Cell(
+            wire=self._wire,
+            head_size=self._head_size,
+            nbytes=median.nbytes,
+            prefill_ms=1e3 * prefill_s,
+            transfer_ms=1e3 * transfer_s,
+            in_turn_ms=1e3 * statistics.median(life.ttft_s for life in turns),
+            together_ms=1e3 * median.ttft_s,
+            bound_ms=1e3 * (AIM * max(prefill_s, transfer_s) + transfer_s / self._chunks),
+            decode_ms=1e3 * statistics.median(life.ttft_s - life.placed_s for life in both),
+            cached_ms=statistics.median(self._cached_ms),
+        )
+        return cell, median
+
+    def close(self) -> None:
+        self._pair.close()
+
+
+def measure(contenders: Sequence[Contender], rounds: int, lost: dict[str, str]) -> list[Contender]:
+    """All of them by turns: the speed of a machine changes from minute to minute. Returns those
+    that have come through; ``lost``: why another has not.
+    """
+    left = list(contenders)
+    both, cached = [Contender.run_both] * (1 + rounds), [Contender.run_cached] * rounds
+    for run in (Contender.start, *both, *cached):
+        for contender in tuple(left):
+            try:
+                run(contender)
+            except ContenderLost as exc:
+                left.remove(contender)
+                lost[contender.name] = str(exc)
+                tell_lost(contender.name, exc)
+    return left
 
 
 def timeline(report: Report) -> Timeline | None:
@@ -388,21 +437,20 @@ def run(session: Session, options: argparse.Namespace) -> int:
         )
         report.facts["round trip"] = f"{round_trip_ms(link):.2f} ms"
         report.records = {"cells": [], "lives": []}
-        cases = list(product(options.transport, options.head_size))
-        session.progress.plan(len(cases))
-        for case in cases:
-            name = f"{case[0]}, heads of {case[1]}"
-            report.begin(name, SHOWN)
-            pair = Pair(link, Path(folder), *case, options.chunk_tokens)
-            try:
-                cell, life = measure(pair, options, case)
-                report.add(COLUMNS, cell)
-                report.records["lives"].append(life)
-            except ContenderLost as exc:
-                report.lost[name] = str(exc)
-                tell_lost(name, exc)
-            finally:
-                pair.close()
+        session.progress.plan(len(options.head_size))
+        for head_size in options.head_size:
+            report.begin(f"heads of {head_size}", SHOWN)
+            with ExitStack() as opened:
+                contenders = [
+                    opened.enter_context(
+                        closing(Contender(link, Path(folder), wire, head_size, options))
+                    )
+                    for wire in options.transport
+                ]
+                for contender in measure(contenders, options.rounds, report.lost):
+                    cell, life = contender.result()
+                    report.add(COLUMNS, cell)
+                    report.records["lives"].append(life)
             session.progress.step()
             report.write()
         report.write(is_last=True)
