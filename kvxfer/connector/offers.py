@@ -207,7 +207,12 @@ class OfferBook:
                 new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
             }
             started |= {i: n for i, n in before.items() if i in cached.resumed_req_ids}
-            offers = tuple(self._mint(i, n) for i, n in started.items() if i in self._computing)
+            num_scheduled = scheduler_output.num_scheduled_tokens
+            offers = tuple(
+                self._mint(i, self._num_there(i, started, num_scheduled))
+                for i in started
+                if i in self._computing
+            )
             blocks = self._tables(scheduler_output)
             computed, grown = self._computed(before | started, scheduler_output)
         ended, self._ended = self._ended, []
@@ -241,7 +246,22 @@ class OfferBook:
                 offer.is_reset = offer.is_passed = True
                 self._ended.append(EndOffer(request_id, offer.nonce, Reason.ABORTED))
 
-    def _mint(self, request_id: str, num_computed: int) -> NewOffer:
+    def _num_there(
+        self, request_id: str, started: Mapping[str, int], num_scheduled: Mapping[str, int]
+    ) -> int:
+        """Of the tokens that were found in the engine's cache: how many are there before the step.
+
+        Engines name a block when they schedule it. So the last ones that were found may be of this
+        very step: computed, or loaded by another connector, for requests that it took up before. As
+        many are left out as there are tokens of all others.
+        """
+        if not self._grows:
+            return 0
+        num_found = min(self._offers[request_id].num_cached_tokens, started[request_id])
+        scheduled = sum(n for i, n in num_scheduled.items() if i != request_id)
+        return max(0, num_found - scheduled - sum(n for i, n in started.items() if i != request_id))
+
+    def _mint(self, request_id: str, open_tokens: int) -> NewOffer:
         self._num_minted += 1
         offer = self._offers[request_id]
         offer.nonce = secrets.token_bytes(NONCE_NBYTES)
@@ -251,8 +271,7 @@ class OfferBook:
             nonce=offer.nonce,
             num_tokens=offer.num_tokens,
             digest=offer.digest,
-            # What another connector loads within the step counts as computed, and is not there yet
-            open_tokens=min(offer.num_cached_tokens, num_computed) if self._grows else 0,
+            open_tokens=open_tokens,
             name=offer.name,
         )
 

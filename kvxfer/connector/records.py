@@ -34,8 +34,8 @@ TraceHeaders = tuple[tuple[str, str], ...]
 
 class NewOffer(msgspec.Struct, frozen=True, kw_only=True):
     """A new offer, sent with the request's first step. ``num_tokens``: how many tokens are offered,
-    from token 0; ``open_tokens``: of these, how many are there before that step. ``name``: the id
-    that a router gave the request; empty: none.
+    from token 0; ``open_tokens``: of these, how many are surely there before that step. ``name``:
+    the id that a router gave the request; empty: none.
     """
 
     request_id: str

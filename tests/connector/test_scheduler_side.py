@@ -220,6 +220,36 @@ def test_what_prefill_has_cached_opens_before_its_first_step(
     assert told.grown == (("r", num_computed + 4),)
 
 
+@pytest.mark.parametrize(
+    ("others", "decoding", "num_open"),
+    [
+        ({"a": (0, 24)}, (), 40),  # perhaps the last 24 are computed by this very step
+        ({"a": (16, 24)}, (), 24),  # what it found may be loaded by the step, by another connector
+        ({"a": (0, 24), "b": (24, 40)}, (), 0),
+        ({}, ("x", "y", "z"), 61),  # one token each may fill a block
+    ],
+)
+def test_what_prefill_has_cached_may_be_of_other_requests_of_the_step(
+    others: dict[str, tuple[int, int]], decoding: tuple[str, ...], num_open: int
+) -> None:
+    """Engines name blocks when they schedule them, before they are computed."""
+    c = connector()
+    request = Request(
+        prompt_token_ids=tuple(range(80)), kv_transfer_params=prefill_params("0f" * 16)
+    )
+    c.on_new_request(request)
+    c.get_num_new_matched_tokens(request, 64)
+    told = c.build_connector_meta(
+        step(
+            new=(*((i, [9], n) for i, (n, _) in others.items()), ("r", [3, 4, 5, 6, 7], 64)),
+            cached=tuple((i, None, 100) for i in decoding),
+            counts={i: n for i, (_, n) in others.items()} | dict.fromkeys(decoding, 1) | {"r": 16},
+        )
+    )
+    (offer,) = told.offers
+    assert offer.open_tokens == num_open
+
+
 def test_a_preempted_offer_begins_anew_under_its_name() -> None:
     c = connector()
     request = Request(kv_transfer_params=prefill_params("0f" * 16))
