@@ -16,6 +16,9 @@ from kvxfer.engine.config import OnLoadFailure, Role
 from tests.end_to_end.harness import DECODE, OFFER, PREFILL, engine_config, pair, prompt, tiny_model
 from tests.helpers import free_port
 
+SLOW = {"shm": "read:slow=1s", "zmq": "read:slow=200ms"}
+"""A load takes seconds: over shm it has few pieces, over zmq many."""
+
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize("policy", list(OnLoadFailure))
@@ -33,7 +36,7 @@ def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
         on_load_failure=policy,
         **DECODE,
     )
-    with pair(prefill, decode, decode_faults="read:slow=200ms") as engines:
+    with pair(prefill, decode, decode_faults=SLOW[transport]) as engines:
         tokens = prompt(1000)
         params = engines.prefilled(tokens).kv_transfer_params
         request_id = engines.decode.submit(tokens, 8, params)
@@ -62,7 +65,7 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
     with pair(
         engine_config(Role.PREFILL, model, kv=kv, **PREFILL),
         engine_config(Role.DECODE, model, kv=kv, **DECODE),
-        decode_faults="read:slow=150ms",
+        decode_faults=SLOW[transport],
     ) as engines:
         num_free = engines.prefill.info().num_free_blocks
         tokens = prompt(1000)
