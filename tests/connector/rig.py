@@ -114,6 +114,9 @@ class Engine:
         than those of the shape. ``before``: called before each rank starts.
         """
         settings.setdefault("port", 0)
+        if settings.get("transport") == "cuda_ipc" and not HAS_CUDA:
+            # Its kernels are interpreted: trials of a rank take up to 1.7 s alone
+            settings.setdefault("connect_timeout_s", 60.0)
         self.config = Config(**settings)
         self.shape = shape
         self.engine_id = engine_id

@@ -166,7 +166,7 @@ class Pair:
         assert len(ends()) == 1
         return ends()[0]
 
-    def trial(self, timeout_s: float = 5.0) -> Trial:
+    def trial(self, timeout_s: float = 30.0) -> Trial:
         """The sink's, beside the source's loop. Raises TransportUnavailable."""
         results: list[Trial | TransportUnavailable] = []
 
