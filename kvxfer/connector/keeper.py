@@ -165,7 +165,7 @@ FRONT_DOOR = RankId(0, 0)
 
 @dataclass(slots=True, eq=False)
 class _Wanted:
-    """A request by its name. ``until_s``: when it is given up; once found, nobody asks any more."""
+    """A request by its name. ``until_s``: when it is given up. ``is_found``: and not complete."""
 
     source: SourceRef
     until_s: float
@@ -178,8 +178,8 @@ class Finder:
     the life of their source engine. For the front door.
 
     The name is known before the offer has a nonce. So this side asks the source's front door, which
-    answers when the request is scheduled there, and again when its prompt is complete. A question
-    is asked again until it is answered: the connection may have been replaced.
+    answers when the request is scheduled there, and again when its prompt is complete, or will not
+    be. It is asked again until then: the connection may have been replaced, or the engine be gone.
     """
 
     def __init__(self, around: Surroundings, peers: Peers) -> None:
@@ -208,7 +208,8 @@ class Finder:
             self._lost(name, Failure(Reason.INCARNATION, "it was found in another life"))
         else:
             wanted.is_found = True
-            wanted.until_s = self._io.now() + self._config.max_hold_s
+            wait_s = self._config.keep_s + self._config.early_wait_s + BEYOND_S
+            wanted.until_s = self._io.now() + wait_s
             source = replace(wanted.source, offer=found.offer, num_tokens=found.num_tokens)
             self._ledger.found(found.request.hex(), FoundOffer(source, found.is_complete))
             if found.is_complete:
@@ -226,7 +227,7 @@ class Finder:
         peer = self._peers.known(wanted.source)
         if peer is not None:
             self._say(name, peer)
-        elif not wanted.is_found:
+        else:
             self._peers.want(wanted.source, self._say, name, needs_wire=False)
 
     def _say(self, name: OfferRef, peer: Peer | Failure) -> None:
@@ -244,12 +245,9 @@ class Finder:
         peer.send(FRONT_DOOR, find)
 
     def _lost(self, name: OfferRef, failure: Failure) -> None:
-        """It was not found. One that was is told nothing: its load has its own answer."""
-        wanted = self._wanted.get(name)
-        if wanted is None:
-            return
-        self._drop(name)
-        if not wanted.is_found:
+        """It was not found, or will not be complete. A load that has begun has its own answer."""
+        if name in self._wanted:
+            self._drop(name)
             told = FoundOffer(None, reason=failure.reason, detail=failure.detail)
             self._ledger.found(name.nonce.hex(), told)
 

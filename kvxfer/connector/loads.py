@@ -83,6 +83,14 @@ class Load:
     def is_in_step(self) -> bool:
         return self.in_step_s is not None
 
+    def needs_another(self, source: SourceRef | None) -> bool:
+        """Whether what has become of its search changes where it is to come from: its own offer has
+        ended before it was complete, if that was not this one.
+        """
+        if self.state is LoadState.WANTED and self.is_growing:
+            return source is None or source.offer != self.source.offer
+        return self.state is LoadState.FINDING
+
 
 def asked_offers() -> Bounded[OfferRef, None]:
     """The offers that were asked for, as many as are remembered."""
@@ -135,7 +143,7 @@ class LoadBook:
         compute their KV here, where it was to come from, and why it does not.
         """
         users, source = self._by_name.get(name, ()), found.source
-        waiting = [i for i in users if self._by_id[i].state is LoadState.FINDING]
+        waiting = [i for i in users if self._by_id[i].needs_another(source)]
         if source is None:
             return self._not_found(name, waiting, found.reason or Reason.UNKNOWN, found.detail)
         if not users:
@@ -151,6 +159,7 @@ class LoadBook:
         for request_id in users:
             load = self._by_id[request_id]
             if request_id in waiting:
+                self._leave(request_id, load)
                 load.source, load.state = source, LoadState.WANTED
                 self._users.setdefault(source.offer, []).append(request_id)
                 self._holds.append(Hold(request_id, source))
@@ -164,7 +173,10 @@ class LoadBook:
         self, name: str, request_ids: Sequence[str], reason: Reason, detail: str
     ) -> list[tuple[str, SourceRef, Plain]]:
         for request_id in request_ids:
-            self._by_id[request_id].state = LoadState.ENDED
+            load = self._by_id[request_id]
+            if load.state is LoadState.WANTED:
+                self._give_up(request_id, load, reason)
+            load.state = LoadState.ENDED
         if not self._by_name.get(name):
             self._by_name.pop(name, None)
         return [(i, self._by_id[i].source, Plain(reason, detail)) for i in request_ids]

@@ -735,7 +735,7 @@ class Source:
         self.num_held_blocks -= offer.num_held_blocks
         offer.asked.clear()  # the session alone answers from now on
         offer.speakers.clear()
-        offer.finders.clear()
+        finders, offer.finders = offer.finders, {}
         self._over[offer.nonce] = offer
         while len(self._over) > REMEMBERED:
             _, forgotten = self._over.popitem(last=False)
@@ -746,6 +746,8 @@ class Source:
             self._ledger.reason(reason)
         if self._by_request.get(offer.request_id) is offer:
             del self._by_request[offer.request_id]
+        for identity, find in finders.items():  # it has ended before it was complete
+            self._io.guard(self._on_find, identity, find)
         try:
             if offer.is_delayed:
                 self._ledger.sent(offer.request_id)

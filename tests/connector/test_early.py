@@ -25,8 +25,11 @@ from tests.connector.rig import (
     POISON,
     Engine,
     expect_moved,
+    kept_by,
     num_pulls,
+    only_peer_of,
     service_of,
+    stuck,
     until,
 )
 from tests.connector.sides import Request, Side, table_of
@@ -416,6 +419,64 @@ def test_without_a_share_a_load_waits_until_its_offer_is_complete() -> None:
         source.step([(prefill, 16)])
         end(source, prefill)
         sink.until(lambda: is_found(sink, decode))
+
+
+@contextmanager
+def waiting(**settings: Any) -> Iterator[tuple[Side, Side, Request, Request]]:
+    """Decode waits until prefill's offer is complete, which has opened 48 tokens."""
+    with sides(early_share=0.0, keep_s=0.2, **settings) as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        sink.scheduler.on_new_request(decode)
+        source.step([(prefill, 48)])
+        sink.until(lambda: sink.scheduler._loads.wanted(decode.request_id))
+        assert sink.ask(decode) == (None, False)
+        yield source, sink, prefill, decode
+
+
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [
+        ("aborted", {}),
+        ("shutdown", {}),
+        ("peer_lost", {"connect_timeout_s": 2.0}),
+        ("unknown", {"early_wait_s": 2.0}),
+    ],
+)
+def test_who_waits_for_the_whole_hears_that_it_will_not_come(
+    how: str, times: dict[str, float]
+) -> None:
+    with waiting(**times) as (source, sink, prefill, decode), ExitStack() as stack:
+        if how == "aborted":
+            source.finish(prefill, "FINISHED_ABORTED")
+            source.step()
+        elif how == "shutdown":
+            source.engine.close()
+        else:
+            stack.enter_context(stuck(source.engine))
+        if how == "peer_lost":
+            sink.until(lambda: sink.engine.count("peers.ready"))
+            service_of(sink.engine).io.post(only_peer_of(sink.engine).lost, "it has gone")
+        sink.until(lambda: is_found(sink, decode))
+        assert sink.ask(decode) == (0, False)
+        assert sink.reasons() == {how: 1}
+        assert sink.scheduler.num_open == 0
+        sink.until(lambda: not kept_by(sink.engine))
+
+
+def test_who_waits_for_the_whole_gets_that_of_the_next_offer() -> None:
+    with waiting() as (source, sink, prefill, decode):
+        source.step(preempted=frozenset({prefill.request_id}))
+        prefill.computed = prefill.num_told = 0
+        prefill.table = table_of(SHAPE, len(PROMPT), seed=5)
+        source.step([(prefill, 48)])
+        source.step([(prefill, 32)])
+        end(source, prefill)
+        load_found(sink, decode)
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: None}
+        expect_moved(source.engine, sink.engine, prefill.table, decode.table, {0: (0, HI)})
+        source.until(lambda: prefill.request_id in source.sent)
 
 
 def test_offers_that_do_not_grow_are_found_and_open_once() -> None:
