@@ -163,11 +163,13 @@ MAX_WANTED = 1 << 14
 FRONT_DOOR = RankId(0, 0)
 
 
+_ANOTHER = Failure(Reason.TOKENS, "the source has another prompt under this id")
+
+
 @dataclass(slots=True, eq=False)
 class _Wanted:
-    """A request by its name. ``until_s``: when it is given up. ``is_found``: and not complete."""
+    """One that is looked for. ``until_s``: when it is given up. ``is_found``: and not complete."""
 
-    source: SourceRef
     until_s: float
     is_found: bool = False
     timer: Timer | None = None
@@ -180,78 +182,101 @@ class Finder:
     The name is known before the offer has a nonce. So this side asks the source's front door, which
     answers when the request is scheduled there, and again when its prompt is complete, or will not
     be. It is asked again until then: the connection may have been replaced, or the engine be gone.
+
+    Whoever chooses the params can give one id to several prompts, and an answer does not say for
+    which of them it is. So one of them is asked for at a time, and the next one when that was not
+    found.
     """
 
     def __init__(self, around: Surroundings, peers: Peers) -> None:
         self._io, self._config, self._peers = around.io, around.config, peers
         self._incarnation, self._ledger = around.identity.incarnation, around.ledger
-        self._wanted: OrderedDict[OfferRef, _Wanted] = OrderedDict()
+        self._wanted: OrderedDict[FindOffer, _Wanted] = OrderedDict()
+        self._turns: dict[OfferRef, list[FindOffer]] = {}
+        """By the router's id; the source is asked for the first one."""
 
     def find(self, order: FindOffer) -> None:
-        source = order.source
-        self._drop(source.offer)
-        until_s = self._io.now() + self._config.early_wait_s + BEYOND_S
-        self._wanted[source.offer] = _Wanted(source, until_s)
+        """Look for it; anew, if it is looked for already."""
+        turns = self._turns.setdefault(order.source.offer, [])
+        before = self._wanted.pop(order, None)
+        if before is None:
+            turns.append(order)
+        elif before.timer is not None:
+            before.timer.cancel()
+        self._wanted[order] = _Wanted(self._io.now() + self._config.early_wait_s + BEYOND_S)
         while len(self._wanted) > MAX_WANTED:
             self._drop(next(iter(self._wanted)))
-        self._ask(source.offer)
+        if turns[0] == order:
+            self._ask(order)
+        elif self._wanted[turns[0]].is_found:
+            self._lost(order, _ANOTHER)
 
     def on_message(self, peer: Peer, found: Found) -> None:
         life = peer.manifest.incarnation if peer.manifest is not None else b""
-        name = OfferRef(found.request, life)
-        wanted = self._wanted.get(name)
-        if wanted is None or found.incarnation != self._incarnation:
+        turns = self._turns.get(OfferRef(found.request, life))
+        if turns is None or found.incarnation != self._incarnation:
             self._ledger.count("control.late")
-        elif found.offer is None:
-            self._lost(name, Failure(found.reason or Reason.UNKNOWN, found.detail))
-        elif found.offer.incarnation != name.incarnation:
-            self._lost(name, Failure(Reason.INCARNATION, "it was found in another life"))
+            return
+        order, *others = turns
+        if found.offer is None:
+            self._lost(order, Failure(found.reason or Reason.UNKNOWN, found.detail))
+        elif found.offer.incarnation != life:
+            self._lost(order, Failure(Reason.INCARNATION, "it was found in another life"))
         else:
-            wanted.is_found = True
-            wait_s = self._config.keep_s + self._config.early_wait_s + BEYOND_S
-            wanted.until_s = self._io.now() + wait_s
-            source = replace(wanted.source, offer=found.offer, num_tokens=found.num_tokens)
-            self._ledger.found(found.request.hex(), FoundOffer(source, found.is_complete))
+            wanted, wait_s = self._wanted[order], self._config.keep_s + self._config.early_wait_s
+            wanted.is_found, wanted.until_s = True, self._io.now() + wait_s + BEYOND_S
+            source = replace(order.source, offer=found.offer, num_tokens=found.num_tokens)
+            self._ledger.found(order.name, FoundOffer(source, found.is_complete))
+            for other in others:
+                self._lost(other, _ANOTHER)
             if found.is_complete:
-                self._drop(name)
+                self._drop(order)
 
-    def _ask(self, name: OfferRef) -> None:
-        wanted = self._wanted.get(name)
+    def _ask(self, order: FindOffer) -> None:
+        wanted = self._wanted.get(order)
         if wanted is None:
             return
         if self._io.now() >= wanted.until_s:
-            self._lost(name, Failure(Reason.UNKNOWN, "its source engine has not answered"))
+            self._lost(order, Failure(Reason.UNKNOWN, "its source engine has not answered"))
             return
+        if wanted.timer is not None:
+            wanted.timer.cancel()
         again_s = self._config.keep_s if wanted.is_found else ASK_S
-        wanted.timer = self._io.after(again_s, self._ask, name)
-        peer = self._peers.known(wanted.source)
+        wanted.timer = self._io.after(again_s, self._ask, order)
+        peer = self._peers.known(order.source)
         if peer is not None:
-            self._say(name, peer)
+            self._say(order, peer)
         else:
-            self._peers.want(wanted.source, self._say, name, needs_wire=False)
+            self._peers.want(order.source, self._say, order, needs_wire=False)
 
-    def _say(self, name: OfferRef, peer: Peer | Failure) -> None:
-        wanted = self._wanted.get(name)
-        if wanted is None:
+    def _say(self, order: FindOffer, peer: Peer | Failure) -> None:
+        if order not in self._wanted:
             return
         if isinstance(peer, Failure):
-            self._lost(name, peer)
+            self._lost(order, peer)
             return
         if min(PROTOCOL_MAX, peer.protocol) < GROWING:
             detail = f"expected protocol {GROWING} of its source, got {peer.protocol}"
-            self._lost(name, Failure(Reason.INCOMPATIBLE, f"{detail}; install this version there"))
+            self._lost(order, Failure(Reason.INCOMPATIBLE, f"{detail}; install this version there"))
             return
-        find = Find(name.nonce, self._incarnation, wanted.source.digest)
-        peer.send(FRONT_DOOR, find)
+        source = order.source
+        peer.send(FRONT_DOOR, Find(source.offer.nonce, self._incarnation, source.digest))
 
-    def _lost(self, name: OfferRef, failure: Failure) -> None:
+    def _lost(self, order: FindOffer, failure: Failure) -> None:
         """It was not found, or will not be complete. A load that has begun has its own answer."""
-        if name in self._wanted:
-            self._drop(name)
+        if order in self._wanted:
+            self._drop(order)
             told = FoundOffer(None, reason=failure.reason, detail=failure.detail)
-            self._ledger.found(name.nonce.hex(), told)
+            self._ledger.found(order.name, told)
 
-    def _drop(self, name: OfferRef) -> None:
-        wanted = self._wanted.pop(name, None)
-        if wanted is not None and wanted.timer is not None:
+    def _drop(self, order: FindOffer) -> None:
+        """The next one of its id has its turn, in a round of its own: there may be thousands."""
+        wanted, turns = self._wanted.pop(order), self._turns[order.source.offer]
+        if wanted.timer is not None:
             wanted.timer.cancel()
+        was_asked = turns[0] == order
+        turns.remove(order)
+        if not turns:
+            del self._turns[order.source.offer]
+        elif was_asked:
+            self._wanted[turns[0]].timer = self._io.after(0.0, self._ask, turns[0])

@@ -110,7 +110,7 @@ class LoadBook:
         self._unholds: list[Unhold] = []
         self._finds: list[FindOffer] = []
         self._by_name: dict[str, list[str]] = {}
-        """The requests that came early, by the router's id in hex."""
+        """The requests that came early, by the name of what they look for."""
         self._growing: dict[str, int] = {}
         """Tokens of the loads that have blocks here, of offers that are not complete."""
         self.most_growing_tokens = 0.0
@@ -133,29 +133,30 @@ class LoadBook:
         self._find(request.request_id, source)
 
     def _find(self, request_id: str, early: SourceRef) -> None:
-        users = self._by_name.setdefault(early.offer.nonce.hex(), [])
+        find = FindOffer(early)
+        users = self._by_name.setdefault(find.name, [])
         if request_id not in users:
             users.append(request_id)
-        self._finds.append(FindOffer(early))
+        self._finds.append(find)
 
     def found(self, name: str, found: FoundOffer) -> list[tuple[str, SourceRef, Plain]]:
-        """What has become of a search, by the router's id. Returns the requests that will have to
+        """What has become of a search, by its name. Returns the requests that will have to
         compute their KV here, where it was to come from, and why it does not.
         """
         users, source = self._by_name.get(name, ()), found.source
         waiting = [i for i in users if self._by_id[i].needs_another(source)]
         if source is None:
-            return self._not_found(name, waiting, found.reason or Reason.UNKNOWN, found.detail)
+            return self._not_found(waiting, found.reason or Reason.UNKNOWN, found.detail)
         if not users:
             if source.offer not in self._users and source.offer not in self._asked:
                 self._unholds.append(Unhold(name, source, Reason.CANCELLED))
-            return self._not_found(name, (), Reason.CANCELLED, "")
+            return []
         expected = self._by_id[users[0]].early
         if expected is not None and source.num_tokens != expected.num_tokens:
             detail = f"{source.num_tokens} offered, the prompt has {expected.num_tokens}"
-            return self._not_found(name, waiting, Reason.TOKENS, detail)
+            return self._not_found(waiting, Reason.TOKENS, detail)
         if source.offer in self._asked and source.offer not in self._users:
-            return self._not_found(name, waiting, Reason.ENDED, READ_BEFORE)
+            return self._not_found(waiting, Reason.ENDED, READ_BEFORE)
         for request_id in users:
             load = self._by_id[request_id]
             if request_id in waiting:
@@ -170,15 +171,13 @@ class LoadBook:
         return []
 
     def _not_found(
-        self, name: str, request_ids: Sequence[str], reason: Reason, detail: str
+        self, request_ids: Sequence[str], reason: Reason, detail: str
     ) -> list[tuple[str, SourceRef, Plain]]:
         for request_id in request_ids:
             load = self._by_id[request_id]
             if load.state is LoadState.WANTED:
                 self._give_up(request_id, load, reason)
             load.state = LoadState.ENDED
-        if not self._by_name.get(name):
-            self._by_name.pop(name, None)
         return [(i, self._by_id[i].source, Plain(reason, detail)) for i in request_ids]
 
     def want(self, request: RequestLike, source: SourceRef) -> Reason | None:
@@ -206,7 +205,6 @@ class LoadBook:
     def reject(self, request_id: str, source: SourceRef, *, is_early: bool = False) -> None:
         """Its request will never run here. ``is_early``: the offer is found first."""
         if is_early:
-            self._by_name.setdefault(source.offer.nonce.hex(), [])
             self._finds.append(FindOffer(source))
         elif source.offer not in self._users and source.offer not in self._asked:
             self._unholds.append(Unhold(request_id, source, Reason.CANCELLED))
@@ -326,11 +324,11 @@ class LoadBook:
         """A search goes on without its request, so that what it finds is given up."""
         del self._by_id[request_id]
         if load.early is not None:
-            name = load.early.offer.nonce.hex()
+            name = FindOffer(load.early).name
             users = self._by_name.get(name, [])
             if request_id in users:
                 users.remove(request_id)
-            if not users and load.state is not LoadState.FINDING:
+            if not users:
                 self._by_name.pop(name, None)
 
     @property

@@ -100,6 +100,13 @@ class FindOffer(msgspec.Struct, frozen=True):
 
     source: SourceRef
 
+    @property
+    def name(self) -> str:
+        """Of its answers. The router's id alone does not say which prompt is looked for, and
+        whoever chooses the params may give one id to several.
+        """
+        return msgspec.json.encode(self.source).decode()
+
 
 class FoundOffer(msgspec.Struct, frozen=True):
     """What has become of a FindOffer. ``source``: the offer's; None: it was not found, and why.
@@ -267,8 +274,8 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     ``finished_recving`` that succeeded, the blocks that hold all tokens that their request needs,
     but not all tokens of a full block. The engine must leave these blocks out when it names the
     request's blocks for prefix reuse. ``near``: by rank, where it has changed. ``must_drain``: an
-    operator has told a rank that the engine is to drain. ``found``: by name in hex, of
-    the front door.
+    operator has told a rank that the engine is to drain. ``found``: by the name of
+    the FindOffer, of the front door.
     """
 
     finished_sending: set[str] | None = None

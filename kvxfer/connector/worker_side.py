@@ -169,7 +169,7 @@ class WorkerConnector:
             self._check(metadata.manifest)
         self._sending.update(metadata.delayed)
         if metadata.finds and self._identity.rank == RankId(0, 0):
-            self._finding.update(find.source.offer.nonce.hex() for find in metadata.finds)
+            self._finding.update(find.name for find in metadata.finds)
         if not (metadata.loads or metadata.aborts):  # else with the loads: one wake, not two
             service.carry_out(metadata, begun=self._begun)
 

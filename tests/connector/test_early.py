@@ -228,6 +228,53 @@ def test_who_has_another_prompt_does_not_learn_the_nonce() -> None:
         assert prefill.request_id not in source.sent  # another may come for it
 
 
+@pytest.mark.parametrize("first", ["right", "wrong", "found"])
+def test_two_prompts_of_one_id_have_each_its_own_answer(first: str) -> None:
+    with sides() as (source, sink):
+        name = mint_request()
+        prefill, right = pair_of(source, sink, name)
+        _, wrong = pair_of(source, sink, name, PROMPT[::-1])
+        wrong.request_id = "wrong"
+        for decode in {"right": (right, wrong), "wrong": (wrong, right), "found": (right,)}[first]:
+            sink.scheduler.on_new_request(decode)
+            sink.step()
+        begin(source, prefill)
+        source.step([(prefill, 48)])
+        sink.until(lambda: is_found(sink, right))
+        if first == "found":
+            sink.scheduler.on_new_request(wrong)
+        sink.until(lambda: is_found(sink, wrong))
+        assert sink.ask(wrong) == (0, False)
+        assert sink.reasons() == {"tokens": 1}
+        sink.load(right)
+        source.step([(prefill, 32)])
+        end(source, prefill)
+        sink.until(lambda: right.request_id in sink.finished)
+        assert sink.finished == {right.request_id: None}
+        source.until(lambda: prefill.request_id in source.sent)
+
+
+def test_one_id_at_two_engines_is_looked_for_at_each() -> None:
+    with sides() as (source, sink):
+        name = mint_request()
+        prefill, right = pair_of(source, sink, name)
+        _, wrong = pair_of(source, sink, name)
+        wrong.request_id = "wrong"
+        assert wrong.kv_transfer_params is not None
+        wrong.kv_transfer_params["kvxfer"]["incarnation"] = "00" * 16
+        for decode in (wrong, right):
+            sink.scheduler.on_new_request(decode)
+        sink.until(lambda: is_found(sink, wrong))
+        assert sink.ask(wrong) == (0, False)
+        assert sink.ask(right) == (None, False)
+        begin(source, prefill)
+        source.step([(prefill, len(PROMPT))])
+        end(source, prefill)
+        load_found(sink, right)
+        sink.until(lambda: right.request_id in sink.finished)
+        assert sink.finished == {right.request_id: None}
+
+
 def test_an_engine_that_was_started_anew_is_not_asked() -> None:
     with sides() as (source, sink):
         _, decode = pair_of(source, sink)
