@@ -80,8 +80,11 @@ class Keeper:
         if not self._is_ticking:
             self._start()
 
-    def release(self, request_id: str) -> None:
-        self._kept.pop(request_id, None)
+    def release(self, request_id: str, source: SourceRef) -> None:
+        """Unless another offer is held for it by now: a preempted prefill has a new one."""
+        kept = self._kept.get(request_id)
+        if kept is not None and kept.source.offer == source.offer:
+            del self._kept[request_id]
 
     def cancel(self, source: SourceRef, reason: Reason) -> None:
         """Give an offer up at every source rank; a source engine that is not known yet is met

@@ -289,18 +289,24 @@ class LoadBook:
             self._leave(request_id, load)
             return True
         others = [i for i in self._users.pop(load.source.offer, ()) if i != request_id]
-        if failure == Reason.PREEMPTED and load.early is not None and request_id in self._by_id:
-            for again in (request_id, *others):
-                each = self._by_id[again]
-                each.state, each.source, each.is_growing = LoadState.FINDING, load.early, False
-                self._find(again, load.early)
-            others = []
+        for user in (request_id, *others) if failure == Reason.PREEMPTED else ():
+            self._find_again(user)
         for other in others:
-            self._by_id[other].is_spent = True
+            self._by_id[other].is_spent = self._by_id[other].state is LoadState.WANTED
         if failure is not None:
             reason = Reason(failure) if failure in set(Reason) else Reason.CANCELLED
             self._unholds.append(Unhold(request_id, source, reason))
         return True
+
+    def _find_again(self, request_id: str) -> None:
+        """The prefill that came early with it gets another offer; that of one in turn is over."""
+        load = self._by_id.get(request_id)
+        if load is None or load.early is None:
+            return
+        if load.state is LoadState.WANTED:
+            self._unholds.append(Unhold(request_id, load.source))
+        load.state, load.source, load.is_growing = LoadState.FINDING, load.early, False
+        self._find(request_id, load.early)
 
     def finish(self, request_id: str) -> Reason | None:
         """The request ended. A wanted load is given up, and the reason returned. A load in flight

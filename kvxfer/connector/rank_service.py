@@ -411,7 +411,7 @@ class RankService:
             for hold in orders.holds:
                 guard(self.keeper.hold, hold.request_id, hold.source)
             for unhold in orders.unholds:
-                guard(self.keeper.release, unhold.request_id)
+                guard(self.keeper.release, unhold.request_id, unhold.source)
                 if unhold.reason is not None:
                     guard(self.keeper.cancel, unhold.source, unhold.reason)
             for find in orders.finds:

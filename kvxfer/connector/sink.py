@@ -657,7 +657,7 @@ class Sink:
             load.timer.cancel()
         if load.peer is not None and load.is_begun:
             load.peer.end_load()
-        self._keeper.release(order.request_id)
+        self._keeper.release(order.request_id, order.source)
         self._ledger.loaded(load.report(reason, self._io.now()))
         if reason is not None:
             _log.debug("request %s: KV not used: %s: %s", order.request_id, reason, load.detail)

@@ -359,6 +359,29 @@ def test_a_prefill_that_is_preempted_is_found_again(wire: str) -> None:
         source.until(lambda: prefill.request_id in source.sent)
 
 
+def test_a_request_that_is_looked_for_again_holds_the_offer_before_no_more() -> None:
+    with sides() as (source, sink):
+        name = mint_request()
+        prefill, decode = pair_of(source, sink, name)
+        _, other = pair_of(source, sink, name)
+        other.request_id = "other"
+        for each in (decode, other):
+            sink.scheduler.on_new_request(each)
+        begin(source, prefill)
+        source.step([(prefill, 48)])
+        load_found(sink, decode)
+        until(lambda: kept_by(sink.engine) == [decode.request_id, "other"])
+        source.step(preempted=frozenset({prefill.request_id}))
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: "preempted"}
+        for each in (decode, other):
+            assert sink.ask(each) == (None, False)
+        sink.until(lambda: not kept_by(sink.engine))
+        for each in (decode, other):
+            sink.finish(each, "FINISHED_ABORTED")
+        assert sink.scheduler.num_open == 0
+
+
 def test_a_name_passes_on_while_the_stream_of_the_offer_before_is_stopping(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -292,7 +292,7 @@ def test_an_offer_that_was_given_up_before_its_engine_was_known_is_not_kept(
 
         def hold_and_give_up() -> None:
             service.keeper.hold("d", ref)
-            service.keeper.release("d")
+            service.keeper.release("d", ref)
 
         service.io.post(hold_and_give_up)
         until(lambda: sink.count("peers.ready"))

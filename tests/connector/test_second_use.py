@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import msgspec
 import pytest
 
 from kvxfer.connector.loads import REMEMBERED, LoadBook, asked_offers
-from kvxfer.connector.records import SourceRef
+from kvxfer.connector.records import FoundOffer, SourceRef
 from kvxfer.transfer.wire import OfferRef, Reason
 
 TOKENS = tuple(range(40))
@@ -217,6 +218,36 @@ def test_a_request_that_is_turned_away_leaves_the_offer_to_the_others() -> None:
     book.step()
     book.reject("b", SOURCE)
     assert not book.has_orders()
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_of_those_that_shared_a_preempted_offer_only_early_ones_are_looked_for(
+    is_aborted: bool,
+) -> None:
+    """A request in turn has no name to be found by."""
+    book = LoadBook()
+    named = msgspec.structs.replace(SOURCE, offer=OfferRef(b"x" * 16, b"s" * 16), num_tokens=0)
+    for request_id in ("a", "b"):
+        book.find(Request(request_id), named)
+    find, _ = book.step().finds
+    found = FoundOffer(msgspec.structs.replace(find.source, offer=SOURCE.offer), is_complete=True)
+    assert book.found(find.name, found) == []
+    book.want(Request("in turn"), SOURCE)
+    assert book.num_more_tokens("a", 0) == 39
+    book.allocated("a", IDS, 39)
+    if is_aborted:
+        book.finish("a")
+    book.step()
+    book.ended("a", Reason.PREEMPTED)
+    assert book.num_more_tokens("b", 0) is None
+    assert book.num_more_tokens("in turn", 0) == 0
+    orders = book.step()
+    assert orders.finds == (find,) * (1 if is_aborted else 2)
+    assert {each.request_id for each in orders.unholds} == {"a", "b"}
+    book.finish("in turn")
+    lost = book.found(find.name, FoundOffer(None, reason=Reason.ABORTED))
+    assert [request_id for request_id, _, _ in lost] == (["b"] if is_aborted else ["a", "b"])
+    assert book.num_open == 0
 
 
 def test_the_offers_that_were_asked_for_are_forgotten_in_the_end() -> None:
