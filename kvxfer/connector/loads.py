@@ -121,8 +121,7 @@ class LoadBook:
         it, and those before it whose draft looks at tokens behind the prompt."""
 
     def find(self, request: RequestLike, source: SourceRef) -> None:
-        num_tokens = request.num_prompt_tokens - self.has_states
-        source = _with_digest(request, msgspec.structs.replace(source, num_tokens=num_tokens))
+        source = self._early(request, source)
         self._by_id[request.request_id] = Load(
             source=source,
             num_usable_tokens=max(0, request.num_prompt_tokens - self.num_own_tokens),
@@ -131,6 +130,11 @@ class LoadBook:
             early=source,
         )
         self._find(request.request_id, source)
+
+    def _early(self, request: RequestLike, source: SourceRef) -> SourceRef:
+        """With what will be offered to it: so many tokens, and their digest."""
+        num_tokens = request.num_prompt_tokens - self.has_states
+        return _with_digest(request, msgspec.structs.replace(source, num_tokens=num_tokens))
 
     def _find(self, request_id: str, early: SourceRef) -> None:
         find = FindOffer(early)
@@ -202,11 +206,13 @@ class LoadBook:
         self._holds.append(Hold(request.request_id, source))
         return None
 
-    def reject(self, request_id: str, source: SourceRef, *, is_early: bool = False) -> None:
-        """Its request will never run here. ``is_early``: the offer is found first."""
-        if is_early:
-            self._finds.append(FindOffer(source))
-        elif source.offer not in self._users and source.offer not in self._asked:
+    def reject_early(self, request: RequestLike, source: SourceRef) -> None:
+        """As :meth:`reject`, of a request that came early: its offer is found first."""
+        self._finds.append(FindOffer(self._early(request, source)))
+
+    def reject(self, request_id: str, source: SourceRef) -> None:
+        """Its request will never run here."""
+        if source.offer not in self._users and source.offer not in self._asked:
             self._unholds.append(Unhold(request_id, source, Reason.CANCELLED))
 
     def num_more_tokens(self, request_id: str, num_local_tokens: int) -> int | None:

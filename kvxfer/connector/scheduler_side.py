@@ -167,9 +167,15 @@ class SchedulerConnector:
             return
         plain = self._refusal(params.source)
         if plain is None:
-            self._loads.reject(request.request_id, params.source, is_early=params.is_early)
+            self._reject(request, params)
             plain = Plain(Reason.CANCELLED, "its engine turned it away")
         self._count(request, plain.reason, plain.detail)
+
+    def _reject(self, request: RequestLike, params: LoadWanted) -> None:
+        if params.is_early:
+            self._loads.reject_early(request, params.source)
+        else:
+            self._loads.reject(request.request_id, params.source)
 
     def refuse_request(self, request: RequestLike, reason: str, detail: str) -> None:
         """Run this request without transferred KV, whatever its params ask for; counted."""
@@ -192,7 +198,7 @@ class SchedulerConnector:
             return plain and self._warn(request.request_id, plain, what=NOT_OFFERED)
         plain = self._refusal(params.source)
         if plain is None and self.is_draining:
-            self._loads.reject(request.request_id, params.source, is_early=params.is_early)
+            self._reject(request, params)
             plain = _DRAINS
         if plain is None and params.is_early:
             self._loads.find(request, params.source)

@@ -434,6 +434,24 @@ def test_an_abort_while_finding_gives_the_offer_up_once_it_is_found() -> None:
         source.until(lambda: prefill.request_id in source.sent)
 
 
+@pytest.mark.parametrize("how", ["turned away", "drains"])
+def test_what_is_not_taken_is_found_and_given_up(how: str) -> None:
+    with sides() as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        if how == "drains":
+            sink.scheduler.drain()
+            assert sink.scheduler.on_new_request(decode) is not None
+        else:
+            sink.scheduler.reject_request(decode)
+        sink.step()
+        begin(source, prefill)
+        source.step([(prefill, len(PROMPT))])
+        end(source, prefill)
+        sink.until(lambda: source.engine.count("offers.broken"))
+        source.until(lambda: prefill.request_id in source.sent)
+        assert source.engine.count("refused.tokens") == 0
+
+
 def test_an_abort_while_loading_gives_the_blocks_back_on_both_sides() -> None:
     with loading(16) as (source, sink, prefill, decode):
         sink.finish(decode, "FINISHED_ABORTED")

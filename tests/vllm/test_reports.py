@@ -653,15 +653,33 @@ def test_foreign_handshake_is_refused(make_rig: MakeRig) -> None:
         rig.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
 
 
+def early_of_another() -> dict[str, Any]:
+    engine = {"incarnation": "74" * 16, "endpoint": "tcp://127.0.0.1:5700", "protocol": 2}
+    early = early_params({"remote_engine_id": "e", "kvxfer": engine}, mint_request())
+    assert early is not None
+    return early
+
+
+@pytest.mark.parametrize(("token", "reason"), [(0, "cancelled"), (-1, "bad_params")])
+def test_an_early_request_that_is_turned_away_is_looked_for(
+    make_rig: MakeRig, token: int, reason: str
+) -> None:
+    """Whatever its tokens are: vLLM does not look at them first."""
+    rig = make_rig()
+    rig.request("d", [token], early_of_another(), abort_immediately=True)
+    rig.abort("d")
+    assert len(rig.step().finds) == (1 if reason == "cancelled" else 0)
+    assert rig.is_quiet()
+    assert rig.stats["requests_plain"] == {reason: 1}
+
+
 def test_an_early_request_is_plain_where_nobody_hears_what_is_found(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would be asked for, step after step, for ever."""
     monkeypatch.setattr("kvxfer.integrations.vllm.step_loads.PASSES_WORKER_METADATA", False)
-    engine = {"incarnation": "74" * 16, "endpoint": "tcp://127.0.0.1:5700", "protocol": 2}
-    early = early_params({"remote_engine_id": "e", "kvxfer": engine}, mint_request())
     rig = make_rig()
-    request = rig.request("d", prompt(40), early, max_tokens=1)
+    request = rig.request("d", prompt(40), early_of_another(), max_tokens=1)
     assert rig.step().finds == ()
     assert len(request.output_token_ids) == 1
     assert rig.stats["requests_plain"] == {"early": 1}

@@ -37,6 +37,7 @@ from kvxfer.integrations.vllm.step_loads import UnprovenKV
 from kvxfer.integrations.vllm.views import (
     BlocksView,
     Pins,
+    RequestView,
     StepView,
     Tables,
     drop_last_token,
@@ -179,25 +180,31 @@ class SchedulerSide:
         if self._core is None or not request.kv_transfer_params:
             return
         view = view_request(request)
-        if view.is_rejected:
-            self._core.reject_request(view)
-        elif view.has_embeddings:
-            self._core.refuse_request(view, _EMBEDDINGS, "its prompt is not only tokens")
-        elif self._no_early and is_early(request.kv_transfer_params):
-            self._core.refuse_request(view, _EARLY, self._no_early)
-        else:
-            is_shorter = self._core.keeps_states and view.wants_offer
-            if is_shorter and view.num_prompt_tokens < MIN_STATE_TOKENS:
-                detail = f"its prompt has {view.num_prompt_tokens} of {MIN_STATE_TOKENS} tokens"
-                self._core.refuse_request(view, "state", detail)
-                return
-            try:
-                self._core.on_new_request(without_last_token(view) if is_shorter else view)
-                if is_shorter and self._core.is_offered(view.request_id):
-                    drop_last_token(request, has_draft=self._has_draft)
-            except (AttributeError, TypeError, ValueError) as e:
-                # From whoever made the request: the engine must not end for it.
-                self._core.refuse_request(view, Reason.BAD_PARAMS, str(e))
+        try:
+            if view.is_rejected:
+                self._core.reject_request(view)
+            else:
+                self._take(self._core, request, view)
+        except (AttributeError, TypeError, ValueError) as e:
+            # From whoever made the request: the engine must not end for it.
+            self._core.refuse_request(view, Reason.BAD_PARAMS, str(e))
+
+    def _take(self, core: SchedulerConnector, request: Any, view: RequestView) -> None:
+        """One that will run here. Raises what its token ids and extra keys raise."""
+        if view.has_embeddings:
+            core.refuse_request(view, _EMBEDDINGS, "its prompt is not only tokens")
+            return
+        if self._no_early and is_early(request.kv_transfer_params):
+            core.refuse_request(view, _EARLY, self._no_early)
+            return
+        is_shorter = core.keeps_states and view.wants_offer
+        if is_shorter and view.num_prompt_tokens < MIN_STATE_TOKENS:
+            detail = f"its prompt has {view.num_prompt_tokens} of {MIN_STATE_TOKENS} tokens"
+            core.refuse_request(view, "state", detail)
+            return
+        core.on_new_request(without_last_token(view) if is_shorter else view)
+        if is_shorter and core.is_offered(view.request_id):
+            drop_last_token(request, has_draft=self._has_draft)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

@@ -25,7 +25,7 @@ def without_null(block_ids: Sequence[Sequence[int]]) -> Tables:
 
 
 @dataclass(frozen=True, slots=True)
-class _RequestView:
+class RequestView:
     """What is read of a vLLM request, at one moment.
 
     ``has_embeddings``: some of its prompt is not tokens. ``is_rejected``: it was turned away before
@@ -48,9 +48,9 @@ class _RequestView:
         return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
 
 
-def view_request(request: Any) -> _RequestView:
+def view_request(request: Any) -> RequestView:
     token_ids = request.prompt_token_ids
-    return _RequestView(
+    return RequestView(
         request_id=request.request_id,
         kv_transfer_params=request.kv_transfer_params,
         prompt_token_ids=() if token_ids is None else token_ids,
@@ -64,7 +64,7 @@ def view_request(request: Any) -> _RequestView:
     )
 
 
-def without_last_token(view: _RequestView) -> _RequestView:
+def without_last_token(view: RequestView) -> RequestView:
     """What is offered of a request whose state moves: decode computes the last token itself."""
     tokens = view.prompt_token_ids[:-1]
     return replace(view, prompt_token_ids=tokens, num_prompt_tokens=len(tokens))
