@@ -210,6 +210,7 @@ def _check_classes(
     """This rank's side of each class. Raises ProtocolError for what it does not give, PullRefused
     for what it gives, but not of this offer.
     """
+    sides = resolver.resolve(classes)  # first: it refuses what would take long to count
     for wanted in classes:
         most = wanted.count(num_tokens)
         if wanted.is_state or wanted.token_hi <= most:
@@ -221,7 +222,6 @@ def _check_classes(
         if not _fills_up(resolver.manifest, wanted, most):
             problem = f"tokens: expected at most the offered {num_tokens}, got {last}"
             raise PullRefused(Reason.PLAN, problem)
-    sides = resolver.resolve(classes)
     for side, wanted in zip(sides, classes, strict=True):
         lacking = _problem(side, wanted, num_tokens)
         if lacking is not None:

@@ -47,6 +47,11 @@ Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 MAX_KEPT: Final = 4096
 """Offers in one Keep: about 360 KB."""
+MAX_CLASSES: Final = 1024
+"""In one Pull: each region of a model of 250 layers could be one of its own. Real ones are joined
+to a few, one for each geometry and group; some took 3 ms each to be checked.
+"""
+Classes = Annotated[tuple[PullClass, ...], msgspec.Meta(max_length=MAX_CLASSES)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
@@ -130,7 +135,7 @@ class Verify(msgspec.Struct, frozen=True):
     """
 
     every: Annotated[int, msgspec.Meta(ge=1, le=4096)]
-    classes: tuple[PullClass, ...]
+    classes: Classes
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
@@ -150,7 +155,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     digest: Digest
     transport: Text
     is_null: bool = False
-    classes: tuple[PullClass, ...] = ()
+    classes: Classes = ()
     chunk_nbytes: Size = 0
     verify: Verify | msgspec.UnsetType = msgspec.UNSET
     grows: bool | msgspec.UnsetType = msgspec.UNSET

@@ -17,7 +17,9 @@ from kvxfer.connector import control
 from kvxfer.connector.records import SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import MAX_RANKS, RankId
+from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
 from kvxfer.transfer.wire import (
+    MAX_CLASSES,
     MAX_KEPT,
     Consumer,
     Hello,
@@ -30,6 +32,7 @@ from kvxfer.transfer.wire import (
     Pull,
     Reason,
     Refuse,
+    Verify,
     decode_to_sink,
     decode_to_source,
     encode,
@@ -247,13 +250,27 @@ def test_lists_are_bounded_before_they_are_built() -> None:
         transport="shm",
     )
     keep, hello = Keep((ref,) * MAX_KEPT, b"i" * 16, 1.0), Hello((1, 1), ("a",) * 64, "e", b"i")
-    for message, name in ((pull, "claim"), (keep, "offers"), (hello, "capabilities")):
+    asked = PullClass(
+        regions=(RegionName("l", ("k",)),),
+        head_lo=0,
+        head_hi=1,
+        inner_nbytes=1,
+        order=DenseOrder(1, True),
+        token_lo=0,
+        token_hi=1,
+    )
+    pull = msgspec.structs.replace(pull, classes=(asked,) * MAX_CLASSES)
+    lists = ((pull, "claim"), (pull, "classes"), (keep, "offers"), (hello, "capabilities"))
+    for message, name in lists:
         assert decode_to_source(encode(message)) == message
         longer = msgspec.structs.replace(
             message, **{name: (*getattr(message, name), getattr(message, name)[0])}
         )
         with pytest.raises(ProtocolError, match=r"Expected `array` of length <= \d+"):
             decode_to_source(encode(longer))
+    verified = msgspec.structs.replace(pull, verify=Verify(1, (*pull.classes, asked)))
+    with pytest.raises(ProtocolError, match=r"Expected `array` of length <= \d+.*verify"):
+        decode_to_source(encode(verified))
 
 
 def test_a_source_that_sends_many_parts_is_lost(engine: Engine) -> None:

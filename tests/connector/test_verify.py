@@ -463,7 +463,9 @@ def test_what_cannot_be_verified_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def ask_for_more(message: Any) -> Iterable[Any]:
         if isinstance(message, Pull) and message.verify is not UNSET:
             change = msgspec.structs.replace
-            classes = tuple(change(each, token_hi=4096) for each in message.verify.classes)
+            classes = tuple(
+                change(each, token_hi=NUM_TOKENS + 1) for each in message.verify.classes
+            )
             message = change(message, verify=change(message.verify, classes=classes))
         return (message,)
 
@@ -471,7 +473,7 @@ def test_what_cannot_be_verified_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with engines("shm", "all", offer_board=False) as (source, sink):
         assert load(source, sink) == {"plan"}
         (report,) = sink.reports("d")
-        assert "verify: expected at most the offered 96 tokens, got 4096" in report.detail
+        assert "verify: expected at most the offered 96 tokens, got 97" in report.detail
         assert not [offer for offer in live(source) if offer.checks]
 
 

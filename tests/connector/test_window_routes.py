@@ -31,7 +31,7 @@ from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
-from kvxfer.transfer.plan import ALL, Plan, make_plan
+from kvxfer.transfer.plan import ALL, Plan, RegionName, make_plan
 from kvxfer.transfer.pull import PullResolver, pull_classes
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
 from kvxfer.transfer.wire import Consumer, Grant, OfferRef, Pull, Verify
@@ -389,6 +389,10 @@ def test_cells_beyond_the_offer_are_refused() -> None:
         with pytest.raises(PullRefused, match="expected at most the offered 43.*got 44"):
             read_pull(asked_of(asked, "pp0tp0", SOURCES), PullResolver(entry), SOURCES, 43)
     assert read_pull(asked_of(pull, "pp0tp0", SOURCES), PullResolver(entry), SOURCES, 44).sides
+    unknown = msgspec.structs.replace(wanted[0], regions=(RegionName("other", ("k",)),))
+    asked = msgspec.structs.replace(pull, classes=(unknown,))
+    with pytest.raises(PullRefused, match="no region other/k"):  # nothing of it is counted
+        read_pull(asked_of(asked, "pp0tp0", SOURCES), PullResolver(entry), SOURCES, 43)
     of_nothing = (msgspec.structs.replace(wanted[0], regions=(), state_of=3),)
     for asked in (
         msgspec.structs.replace(pull, classes=of_nothing),
