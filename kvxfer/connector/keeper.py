@@ -33,6 +33,7 @@ from kvxfer.transfer.wire import (
 
 OFFER_NBYTES = 270
 """The most that one offer takes in a Keep: three ids and a digest of up to 64 bytes."""
+_NOTHING_OWED = (Reason.PEER_LOST, Reason.INCARNATION)
 OWED_S = 2 * BACK_OFF_S
 """How long after a refusal an engine is told which offers it need not hold."""
 
@@ -101,8 +102,8 @@ class Keeper:
     def _pay(self, owed: _Owed, found: Peer | Failure) -> None:
         if isinstance(found, Peer):
             found.cancel(owed.source, owed.reason)
-        elif found.reason is not Reason.PEER_LOST and self._io.now() < owed.until_s:
-            # else nobody is there, or its own lease has ended the offer
+        elif found.reason not in _NOTHING_OWED and self._io.now() < owed.until_s:
+            # else nobody is there, its life is over, or its own lease has ended the offer
             if not self._owed:
                 self._io.after(OWED_S, self._settle)
             self._owed.append(owed)

@@ -166,8 +166,7 @@ class Peers:
             return
         peer = self._peers.get(key)
         if peer is not None:
-            peer.waiters.append(waiter)
-            self._perform(peer, [Serve(is_sure=False)])
+            self._wait_for(peer, waiter)
             return
         if sum(other.state in _MEETING for other in self._peers.values()) >= MAX_GREETED:
             self._ledger.count("peers.crowded")
@@ -177,6 +176,15 @@ class Peers:
         peer = self._peers[key] = Peer(self._around, source, self._step)
         peer.waiters.append(waiter)
         self._step(peer, Wanted())
+
+    def _wait_for(self, peer: Peer, waiter: Waiter) -> None:
+        """The others are not looked at: nothing has changed for them; there may be thousands."""
+        if _serves(peer, waiter):
+            self._io.guard(waiter.answer, peer)
+            return
+        peer.waiters.append(waiter)
+        if peer.state is PeerState.READY:
+            self._step(peer, Wanted())  # its offer names another life
 
     def _failure_of(self, key: Key, source: SourceRef) -> Failure | None:
         """Why the last contact with the offer's maker failed, less than a second ago."""
@@ -268,13 +276,7 @@ class Peers:
             for waiter in [w for w in peer.waiters if not peer.is_alive_as(w.source)]:
                 self.forget(waiter)
                 self._io.guard(waiter.answer, Failure(Reason.INCARNATION, detail))
-        served = [
-            waiter
-            for waiter in peer.waiters
-            if peer.is_alive_as(waiter.source)
-            and (peer.state is PeerState.READY or not waiter.needs_wire)
-        ]
-        for waiter in served:
+        for waiter in [waiter for waiter in peer.waiters if _serves(peer, waiter)]:
             if waiter in peer.waiters:  # an earlier one may have had it forgotten
                 peer.waiters.remove(waiter)
                 self._io.guard(waiter.answer, peer)
@@ -410,6 +412,12 @@ class Peers:
             )
             for other in self._peers.values()
         )
+
+
+def _serves(peer: Peer, waiter: Waiter) -> bool:
+    """Whether the peer is what somebody waits for, as it stands."""
+    is_enough = peer.state is PeerState.READY or not waiter.needs_wire
+    return is_enough and peer.is_alive_as(waiter.source)
 
 
 def _failure_from(peer: Peer, exc: Exception) -> Failure:

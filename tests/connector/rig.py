@@ -481,6 +481,11 @@ def kept_by(sink: Engine) -> list[str]:
     return list(service_of(sink).keeper._kept)
 
 
+def owed_by(sink: Engine) -> list[SourceRef]:
+    """The offers that it has given up, and whose sources it is still to tell so."""
+    return [owed.source for owed in service_of(sink).keeper._owed]
+
+
 def given_offer(source: Engine, nonce: bytes) -> GivenOffer | None:
     """Also one that is over and remembered."""
     offers = service_of(source).source

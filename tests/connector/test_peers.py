@@ -9,17 +9,28 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 import zmq
 
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.key_folder import short
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, stuck, until
+from tests.connector.rig import (
+    POISON,
+    Engine,
+    io_thread_of,
+    owed_by,
+    service_of,
+    stuck,
+    until,
+)
 from tests.helpers import free_port
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=8)
@@ -66,6 +77,46 @@ def test_params_of_an_engine_whose_place_another_has_taken_are_of_another_life()
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"incarnation"}
         assert "expected somebody" in sink.reports("d")[0].detail
+
+
+def test_nobody_looks_at_all_who_wait_for_another_life_with_each_that_comes() -> None:
+    """Params of a life that never was are free to make."""
+    looks: list[bytes] = []
+
+    class Watched(SimpleNamespace):
+        @property
+        def offer(self) -> OfferRef:
+            looks.append(ref.offer.nonce)
+            return OfferRef(ref.offer.nonce, b"?" * 16)
+
+    with Engine(ONE, "prefill", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: sink.received("d"))
+        service, told, num = service_of(sink), list[object](), 100
+        never = cast(
+            "SourceRef",
+            Watched(engine_id=ref.engine_id, endpoint=ref.endpoint, curve_public_key=None),
+        )
+        with stuck(source):
+            for _ in range(num):
+                service.io.post(lambda: service._peers.want(never, told.append, needs_wire=False))
+            io_thread_of(sink)
+            assert len(looks) <= 10 * num
+        until(lambda: len(told) == num)
+        assert {each.reason for each in told if isinstance(each, Failure)} == {"incarnation"}
+
+
+def test_an_offer_of_another_life_is_owed_no_cancel() -> None:
+    with Engine(ONE, "prefill", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
+        ref = source.offer("p", 16, [1])
+        other = msgspec.structs.replace(ref, offer=OfferRef(ref.offer.nonce, b"?" * 16))
+        service, told = service_of(sink), list[object]()
+        sink.unhold("d", other)
+        service.io.post(lambda: service._peers.want(other, told.append, needs_wire=False))
+        until(lambda: told)
+        assert not owed_by(sink)
 
 
 def test_an_engine_that_is_not_ready_yet_is_asked_again() -> None:
