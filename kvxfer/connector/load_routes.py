@@ -88,8 +88,8 @@ class RouteRun:
     that is verified.
 
     ``key``: of the read that runs, or ran last. ``granted_ids``: of what is open; ``is_growing``:
-    more will be than ``open_tokens``. ``asked_tokens``: up to where it is read; ``read_nbytes``: of
-    the reads before.
+    more will be than ``open_tokens``, or the whole that is verified. ``asked_tokens``: up to where
+    it is read; ``read_nbytes``: of the reads before.
     """
 
     pull: Pull

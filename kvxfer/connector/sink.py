@@ -400,9 +400,10 @@ class Sink:
         run = load.routes[source]
         is_complete = grant.open_tokens is UNSET
         open_tokens = ALL if is_complete else open_tokens_of(grant, run)
-        if load.is_in(source, RouteState.ASKED) or (
+        opens_more = load.is_in(source, RouteState.ASKED) or (
             open_tokens > run.open_tokens and load.is_in(source, RouteState.READING)
-        ):
+        )
+        if opens_more:
             try:
                 check_granted(load.order, grant, run)
                 take_granted_ids(run, grant.block_ids, open_tokens)
@@ -410,14 +411,17 @@ class Sink:
                 load.note(str(e))
                 return Abort(Reason.PLAN)
             run.open_tokens = open_tokens
-            if run.is_growing or not is_complete:
-                self._grow(load, run, grant)
+        if run.is_growing if is_complete else opens_more:
+            self._grow(load, run, grant)
         return GrantArrived(source, open_tokens)
 
     def _grow(self, load: SinkLoad, run: RouteRun, grant: Grant) -> None:
-        """More of a growing offer is open."""
+        """More of a growing offer is open. The digests that a Verdict brings are of the whole: who
+        verifies waits for that, even if all that it wants is open.
+        """
         now_s = run.progressed_s = self._io.now()
-        run.is_growing = run.open_tokens < ALL
+        waits_for_all = run.pull.verify is not UNSET and grant.open_tokens is not UNSET
+        run.is_growing = run.open_tokens < ALL or waits_for_all
         told = grant.num_tokens if grant.open_tokens is UNSET else grant.open_tokens
         if not load.spans or told > load.spans[-1][1]:
             load.spans.append((now_s, told))

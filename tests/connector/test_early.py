@@ -198,6 +198,20 @@ def test_a_report_says_what_was_open_when() -> None:
         assert report.handed_s <= moments[0] <= moments[-1] <= report.finished_s
 
 
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_who_verifies_waits_for_the_last_token_as_for_any_other(wire: str) -> None:
+    """All that it wants is open, but its digests are made when the offer is complete."""
+    times = {"pull_timeout_s": 0.5, "early_wait_s": 60.0}
+    with loading(HI, transport=wire, verify="all", **times) as (source, sink, prefill, decode):
+        sink.until(lambda: sink.finished or sink.engine.count("control.retries") >= 2)
+        assert sink.finished == {}
+        source.step([(prefill, 1)])
+        end(source, prefill)
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: None}
+        assert sink.engine.count("verify.equal") == 1
+
+
 # ------------------------------------------------------------------ what is not found
 
 
