@@ -61,6 +61,10 @@ class LoadState(enum.Enum):
     ENDED = "ended"  # accepted, failed or given up
 
 
+_OVER = (LoadState.ABORTED, LoadState.ENDED)
+"""Their requests want no offer any more."""
+
+
 @dataclass(slots=True)
 class Load:
     """One wanted load; ``num_local_tokens``: how many tokens the engine has cached, by its last
@@ -151,14 +155,14 @@ class LoadBook:
         waiting = [i for i in users if self._by_id[i].needs_another(source)]
         if source is None:
             return self._not_found(waiting, found.reason or Reason.UNKNOWN, found.detail)
-        if not users:
-            if source.offer not in self._users and source.offer not in self._asked:
-                self._unholds.append(Unhold(name, source, Reason.CANCELLED))
-            return []
-        expected = self._by_id[users[0]].early
+        expected = self._by_id[users[0]].early if users else None
         if expected is not None and source.num_tokens != expected.num_tokens:
             detail = f"{source.num_tokens} offered, the prompt has {expected.num_tokens}"
             return self._not_found(waiting, Reason.TOKENS, detail)
+        if all(self._by_id[i].state in _OVER for i in users):
+            if source.offer not in self._users and source.offer not in self._asked:
+                self._unholds.append(Unhold(name, source, Reason.CANCELLED))
+            return []
         if source.offer in self._asked and source.offer not in self._users:
             return self._not_found(waiting, Reason.ENDED, READ_BEFORE)
         for request_id in users:
@@ -216,16 +220,17 @@ class LoadBook:
             self._unholds.append(Unhold(request_id, source, Reason.CANCELLED))
 
     def num_more_tokens(self, request_id: str, num_local_tokens: int) -> int | None:
-        """How many tokens beyond the local ones can be loaded; None: another request loads them.
-        May be asked any number of times.
+        """How many tokens beyond the local ones can be loaded; None: another request loads them, or
+        they are looked for. May be asked any number of times.
         """
-        load = self.wanted(request_id)
-        if load is None:
-            load = self._by_id.get(request_id)
-            return None if load is not None and load.state is LoadState.FINDING else 0
+        load = self._by_id.get(request_id)
+        if load is None or load.state not in (LoadState.FINDING, LoadState.WANTED):
+            return 0
         load.num_local_tokens = num_local_tokens
         if load.is_spent or num_local_tokens >= load.num_usable_tokens:
             return 0
+        if load.state is LoadState.FINDING:
+            return None
         if self._users[load.source.offer][0] != request_id:
             return None
         if load.is_growing and not self._has_room(load):
@@ -263,6 +268,14 @@ class LoadBook:
             )
         )
         return None
+
+    def runs(self, request_id: str) -> Reason | None:
+        """It has blocks and needs nothing that is looked for: what is found is given up."""
+        load = self._by_id.get(request_id)
+        if load is None or load.state is not LoadState.FINDING:
+            return None
+        load.state = LoadState.ENDED
+        return Reason.LOCAL_HIT
 
     def wanted(self, request_id: str) -> Load | None:
         """The load of this request, held at the source and not yet allocated here."""

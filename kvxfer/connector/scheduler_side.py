@@ -276,8 +276,11 @@ class SchedulerConnector:
         is given up. Returns why the request runs plain, if it has missed its KV.
         """
         load = self._loads.wanted(request.request_id)
-        if load is None:
-            return None  # a table of thousands of blocks need not be read for it
+        if load is None:  # a table of thousands of blocks need not be read for it
+            reason = self._loads.runs(request.request_id)
+            if reason is not None:
+                self._count(request, reason, "")
+            return None
         if load.in_step_s is not None and num_external_tokens:
             self._step_loads.promise(load.in_step_s)
         reason = self._loads.allocated(

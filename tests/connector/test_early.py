@@ -349,6 +349,27 @@ def test_two_requests_of_one_id_find_one_offer() -> None:
         source.until(lambda: prefill.request_id in source.sent)
 
 
+@pytest.mark.parametrize(("prompt", "num_cached"), [((7,), 0), (PROMPT, HI)])
+def test_a_request_that_needs_nothing_waits_for_nobody(
+    prompt: tuple[int, ...], num_cached: int
+) -> None:
+    with sides() as (source, sink):
+        prefill, decode = pair_of(source, sink, None, prompt)
+        sink.scheduler.on_new_request(decode)
+        sink.step()
+        assert sink.ask(decode, num_cached) == (0, False)
+        assert sink.ask(decode) == ((None, False) if num_cached else (0, False))
+        assert sink.ask(decode, num_cached) == (0, False)
+        sink.scheduler.update_state_after_alloc(decode, decode, 0)
+        assert sink.scheduler.num_open == 0
+        assert sink.reasons() == {"local_hit": 1}
+        begin(source, prefill)
+        source.step([(prefill, len(prompt))])
+        end(source, prefill)
+        sink.until(lambda: source.engine.count("offers.broken"))
+        source.until(lambda: prefill.request_id in source.sent)
+
+
 # ------------------------------------------------------------------ ends in mid-growth
 
 
