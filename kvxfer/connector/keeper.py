@@ -209,7 +209,8 @@ class Finder:
             before.timer.cancel()
         self._wanted[order] = _Wanted(self._io.now() + self._config.early_wait_s + BEYOND_S)
         while len(self._wanted) > MAX_WANTED:
-            self._drop(next(iter(self._wanted)))
+            detail = f"expected at most {MAX_WANTED} requests that are looked for, got another"
+            self._lost(next(iter(self._wanted)), Failure(Reason.UNKNOWN, detail))
         if turns[0] == order:
             self._ask(order)
         elif self._wanted[turns[0]].is_found:

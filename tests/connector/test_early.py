@@ -14,8 +14,9 @@ import msgspec
 import pytest
 
 from kvxfer.connector.given_offer import MAX_OF_PEER
+from kvxfer.connector.keeper import MAX_WANTED
 from kvxfer.connector.params import early_params, make_params, mint_request, prefill_params
-from kvxfer.connector.records import SourceRef
+from kvxfer.connector.records import FindOffer, SourceRef
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports.base import TransferKey
 from kvxfer.transports.stream_source import StreamSource
@@ -25,6 +26,7 @@ from tests.connector.rig import (
     POISON,
     Engine,
     expect_moved,
+    io_thread_of,
     kept_by,
     num_pulls,
     only_peer_of,
@@ -240,6 +242,27 @@ def test_who_has_another_prompt_does_not_learn_the_nonce() -> None:
         source.step([(prefill, 64)])
         end(source, prefill)
         assert prefill.request_id not in source.sent  # another may come for it
+
+
+def test_the_oldest_of_too_many_that_are_looked_for_hears_so() -> None:
+    with sides() as (source, sink):
+        _, decode = pair_of(source, sink)
+        sink.scheduler.on_new_request(decode)
+        sink.step()
+        io_thread_of(sink.engine)
+        service, other = service_of(sink.engine), mint_request()
+        ref = SourceRef(
+            engine_id=source.engine.engine_id,
+            endpoint=source.engine.endpoint,
+            offer=OfferRef(bytes.fromhex(other), source.engine.incarnation),
+            num_tokens=1,
+        )
+        for number in range(MAX_WANTED):
+            order = FindOffer(msgspec.structs.replace(ref, digest=number.to_bytes(4, "big")))
+            service.io.post(service.finder.find, order)
+        sink.until(lambda: is_found(sink, decode))
+        assert sink.ask(decode) == (0, False)
+        assert sink.reasons() == {"unknown": 1}
 
 
 @pytest.mark.parametrize("first", ["right", "wrong", "found"])
