@@ -59,6 +59,7 @@ _BOUNDS: Final = {  # name: (least, most, what or why)
     "chunk_nbytes": (4 << 10, 64 << 20, " bytes"),
     "staging_slots": (2, 1024, "; with one slot nothing overlaps"),
     "staging_nbytes": (8 << 10, 4 << 30, " bytes"),
+    "lease_s": (0, 86_400, " s, as a message may say it"),
     "load_in_step_s": (0, 1, " s"),
     "early_share": (0, 1, ""),
     "zmq_streams": (0, 16, "; 0 is by the number of cores"),
@@ -100,8 +101,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     unchecked: without it they connect processes of one user on one host only. Change it for
     ``ucx`` and ``nixl`` between hosts, on a network without other tenants."""
     lease_s: float = 30.0
-    """How long an offer is kept without a word from its sink. Change it where requests wait longer
-    than this between prefill and decode."""
+    """How long an offer is kept without a word from its sink, a day at most. Change it where
+    requests wait longer than this between prefill and decode."""
     keep_s: float = 5.0
     """How often the sink extends the leases of the requests it still wants. Change it with
     ``lease_s``, and to have the blocks of a dead decode engine back sooner."""

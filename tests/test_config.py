@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config, load_config, variables_kept, variables_of
 from kvxfer.errors import ConfigError
+from kvxfer.transfer.wire import Keep, decode_to_source, encode
 
 KEY, SECRET, OTHER = "k" * 40, "s" * 40, "o" * 40
 DEFAULTS = {
@@ -167,6 +168,10 @@ def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
         ({"transport": " - at `$.port`"}, "transport: expected one of auto, zmq, tcp, shm"),
         ({"lease_s": 0}, "lease_s: expected a finite number above 0, got 0.0"),
         ({"lease_s": "nan"}, "lease_s: expected a finite number above 0, got nan"),
+        (
+            {"lease_s": 86401},
+            "lease_s: expected 0 to 86400 s, as a message may say it, got 86401.0",
+        ),
         ({"max_hold_s": "inf"}, "max_hold_s: expected a finite number above 0, got inf"),
         ({"staging_slots": 0}, "staging_slots: expected 2 to 1024; with one slot nothing overlaps"),
         ({"staging_slots": 1}, "staging_slots: expected 2 to 1024; with one slot nothing overlaps"),
@@ -435,3 +440,8 @@ def test_what_holds_for_one_thread_is_no_setting_to_another(
     looking.join()
     assert len(seen) == 2000
     assert all(each == {"OTHER_SET": "user"} for each in seen)
+
+
+def test_the_longest_lease_can_be_said() -> None:
+    keep = Keep((), b"i", load({"lease_s": 86_400, "max_hold_s": 90_000}, {}).lease_s)
+    assert decode_to_source(encode(keep)) == keep
