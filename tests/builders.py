@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,8 @@ from kvxfer.transfer.manifest import (
     RankId,
     RankManifest,
 )
+from kvxfer.transfer.plan import PullClass, Route
+from kvxfer.transfer.pull import pull_class
 from kvxfer.transfer.states import StatePart, part_heads, state_regions
 
 Bytes = NDArray[np.uint8]
@@ -324,3 +327,8 @@ def scattered_ids(
     """Distinct block ids for a request of ``num_tokens``, in no order."""
     order = np.random.default_rng(seed).permutation(num_blocks)
     return tuple(int(block) for block in order[: -(-num_tokens // block_tokens)])
+
+
+def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[PullClass, ...]:
+    """What is asked for of a route: request tokens ``[lo, hi)`` by sink group."""
+    return tuple(pull_class(each, *span[each.sink.group]) for each in route.classes)

@@ -22,7 +22,6 @@ from kvxfer.transfer.plan import (
     CopyClass,
     PullClass,
     RegionName,
-    Route,
     Side,
     cast_order,
     cast_side,
@@ -44,24 +43,6 @@ of 128 channels are 2^17.
 
 class BlockIdsError(ProtocolError, ValueError):
     """Too few, absent (-1) or not in the pool. From a Grant or a caller, hence both bases."""
-
-
-def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[PullClass, ...]:
-    """What to ask of the route's source rank: one entry for each class, in order.
-
-    ``span``: request tokens ``[lo, hi)`` by sink group. A class with nothing to move stays, with an
-    empty range, so that positions agree. An opaque class moves whole blocks: its last one is
-    rounded up, its first must begin at a block. A state moves whole, that after the span's last
-    token. Of a compressed class the cells move whose last token is in the span. Raises ValueError
-    that names the group.
-    """
-    classes: list[PullClass] = []
-    for copy_class in route.classes:
-        group = copy_class.sink.group
-        if group not in span:
-            raise ValueError(f"span: expected one for group {group}, got groups {sorted(span)}")
-        classes.append(pull_class(copy_class, *span[group]))
-    return tuple(classes)
 
 
 class PullResolver:
@@ -156,7 +137,11 @@ def check_table(
 
 
 def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
-    """What to ask for of one class: request tokens ``[lo, hi)``, as :func:`pull_classes` has it."""
+    """What to ask for of one class: request tokens ``[lo, hi)``, perhaps none. An opaque class
+    moves whole blocks: its last one is rounded up, its first must begin at a block. A state moves
+    whole, that after the span's last token. Of a compressed class the cells move whose last token
+    is in the span. Raises ValueError that names the group.
+    """
     tile, group = copy_class.sink.tile, copy_class.sink.group
     if not 0 <= lo <= hi <= _MAX_TOKENS:
         raise ValueError(f"span of group {group}: expected 0 <= lo <= hi, got [{lo}, {hi})")

@@ -228,10 +228,10 @@ SourceTransport = DirectSource | SendingSource
 class ReadRequest(msgspec.Struct, frozen=True):
     """Read one route into this rank's pool.
 
-    ``spans`` by sink group; ``source_ids`` by source group (empty on stream wires); ``sink_ids`` by
-    sink group; all positional from the request's first token. ``pull_classes[i]`` is the record in
-    the Pull for ``classes[i]``. ``after``: on a GPU, an event that must be over before the pool is
-    written; it is not recorded again.
+    ``source_ids`` by source group (empty on stream wires), ``sink_ids`` by sink group; both
+    positional from the request's first token. ``pull_classes[i]`` is the record in the Pull for
+    ``classes[i]``, and says which tokens. ``after``: on a GPU, an event that must be over before
+    the pool is written; it is not recorded again.
     """
 
     key: TransferKey

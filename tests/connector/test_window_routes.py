@@ -32,14 +32,14 @@ from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import ALL, Plan, RegionName, make_plan
-from kvxfer.transfer.pull import PullResolver, pull_classes
+from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
 from kvxfer.transfer.wire import Consumer, Grant, OfferRef, Pull, Verify
 from kvxfer.transports.base import DirectSource, SinkTransport, SourceTransport
 from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from tests.builders import EngineShape, build_manifest
+from tests.builders import EngineShape, build_manifest, pull_classes
 from tests.oracle import oracle_copy
 from tests.transfer.naive import Bytes, Memories, pack, side_addresses, unpack
 from tests.transfer.naive_windows import kept_tokens, simulated

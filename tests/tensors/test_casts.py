@@ -24,8 +24,8 @@ from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest, validate_manifest
 from kvxfer.transfer.plan import CopyClass, DenseOrder, Route, Side, make_plan
-from kvxfer.transfer.pull import PullResolver, pull_class, pull_classes, route_nbytes
-from tests.builders import EngineShape, build_memories, scattered_ids
+from kvxfer.transfer.pull import PullResolver, pull_class, route_nbytes
+from tests.builders import EngineShape, build_memories, pull_classes, scattered_ids
 from tests.casts import SCALES, TYPES, cast_engine, expect_cast, fill, settle_nans
 from tests.tensors.strided_cases import POISON, assert_same_bytes
 from tests.tensors.test_device_copy import DEVICE, new_stream

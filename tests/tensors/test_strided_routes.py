@@ -15,8 +15,8 @@ from kvxfer.tensors.strided_index import side_ids
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import make_plan
-from kvxfer.transfer.pull import PullResolver, pull_classes, route_nbytes
-from tests.builders import EngineShape, build_manifest, build_memories, scattered_ids
+from kvxfer.transfer.pull import PullResolver, route_nbytes
+from tests.builders import EngineShape, build_manifest, build_memories, pull_classes, scattered_ids
 from tests.oracle import oracle_copy, oracle_fill
 from tests.tensors.strided_cases import (
     POISON,

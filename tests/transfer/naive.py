@@ -15,8 +15,8 @@ from kvxfer.tensors.strided_index import side_ids
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import Chunk, Plan, PullClass, Side, Tile
-from kvxfer.transfer.pull import PullResolver, pull_class, pull_classes
-from tests.builders import EngineShape, build_manifest, build_memories, scattered_ids
+from kvxfer.transfer.pull import PullResolver, pull_class
+from tests.builders import EngineShape, build_manifest, build_memories, pull_classes, scattered_ids
 from tests.oracle import oracle_copy, oracle_fill, oracle_offset, oracle_order
 
 Bytes = NDArray[np.uint8]

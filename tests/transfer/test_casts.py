@@ -15,8 +15,8 @@ from kvxfer.transfer.compatibility import check_compatible, differences
 from kvxfer.transfer.layout import Elements, Interior, Region, check_region
 from kvxfer.transfer.manifest import EngineManifest
 from kvxfer.transfer.plan import CopyClass, DenseOrder, PullClass, make_plan
-from kvxfer.transfer.pull import PullResolver, pull_classes
-from tests.builders import EngineShape
+from kvxfer.transfer.pull import PullResolver
+from tests.builders import EngineShape, pull_classes
 from tests.casts import cast_engine
 
 SHAPE = EngineShape(tp_size=2, num_kv_heads=4)

@@ -23,7 +23,7 @@ from kvxfer.transfer.compatibility import differences
 from kvxfer.transfer.layout import Region, check_region
 from kvxfer.transfer.manifest import RankId, validate_manifest
 from kvxfer.transfer.plan import ALL, CopyClass, Plan, Route, make_plan
-from kvxfer.transfer.pull import PullResolver, open_to, pull_classes
+from kvxfer.transfer.pull import PullResolver, open_to
 from kvxfer.transfer.states import StatePart, part_heads, state_regions
 from kvxfer.transfer.windows import group_keepings, held_ids
 from tests.builders import (
@@ -34,6 +34,7 @@ from tests.builders import (
     StateShape,
     build_manifest,
     build_memories,
+    pull_classes,
 )
 from tests.transfer.naive import Case, Memories, same, side_addresses
 from tests.transfer.naive_states import write_state

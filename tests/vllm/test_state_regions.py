@@ -19,8 +19,7 @@ from kvxfer.integrations.vllm.regions import ClearedGroup, Located, locate
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
 from kvxfer.transfer.manifest import EngineManifest, RankManifest
 from kvxfer.transfer.plan import make_plan
-from kvxfer.transfer.pull import pull_classes
-from tests.builders import EngineShape, build_manifest
+from tests.builders import EngineShape, build_manifest, pull_classes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
