@@ -163,6 +163,7 @@ class SourceSlots(SlotTable[SourceSlot]):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots, SourceSlot.FREE)
+        # The last one is filled first: by its number the sink learns how many there are
         self.free = list(range(num_slots))
         self.owed = [0]
         self.stream_of = [0] * num_slots
@@ -358,7 +359,9 @@ class Sends:
 
 
 class SinkSlots(SlotTable[SinkSlot]):
-    """``headers``: what each slot was last announced to hold."""
+    """``headers``: what each slot was last announced to hold. ``num_used``: the source has so many
+    slots at least. It may have room for fewer than it was granted, and its chunks alone say so.
+    """
 
     TABLE = SINK_SLOT
 
@@ -366,6 +369,7 @@ class SinkSlots(SlotTable[SinkSlot]):
         super().__init__(num_slots, SinkSlot.GRANTED)
         self.slot_nbytes = slot_nbytes
         self.headers: list[Header | None] = [None] * num_slots
+        self.num_used = 0
         self._due: list[int] = []
 
     def is_repeated(self, header: Header) -> bool:
@@ -392,6 +396,7 @@ class SinkSlots(SlotTable[SinkSlot]):
         self.move(header.slot, SlotEvent.ANNOUNCED)
         self.generations[header.slot] += 1
         self.headers[header.slot] = header
+        self.num_used = max(self.num_used, header.slot + 1)
 
     def free(self, slot: int) -> None:
         self.move(slot, SlotEvent.FREE)
@@ -518,8 +523,11 @@ class Reads:
         """In batches, because each credit wakes the source: as long as more of a read is to come,
         for which it has the other slots, or something is being unpacked; but never the last ones
         late. ``holds`` False: all that are due.
+
+        They are counted by the slots that the source has used: it goes on whichever it uses first,
+        because two thirds of those that it has are never held.
         """
-        num_slots, least = len(self.slots.states), 1
+        num_slots, least = self.slots.num_used, 1
         if holds and any(read.num_arrived < len(read.chunks) for read in self._reads.values()):
             least = num_slots // 3
         elif holds and self.slots.num[SinkSlot.UNPACKING]:

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 import msgspec
@@ -61,6 +62,7 @@ from tests.transports.pair import (
     connections_of,
     expect_of,
     key_of,
+    load,
     read_request,
     send_request,
 )
@@ -264,6 +266,14 @@ def test_no_more_chunks_in_flight_than_slots_and_credits_of_nobody_free_nothing(
         assert headers[0] == Attached(b"")
         places = [(h.slot, h.generation) for h in headers[1:] if isinstance(h, ChunkHeader)]
         assert places == [(1, 0), (0, 0), (1, 1), (1, 2), (0, 1)]
+
+
+def test_a_source_with_fewer_slots_than_its_sink_waits_for_no_credit() -> None:
+    """What a sink holds for others leaves with its next look, and here nobody looks."""
+    with closing(Pair(ZMQ, msgspec.structs.replace(ZMQ, staging_slots=24))) as pair:
+        pair.sink.attach(pair.manifest)
+        for number in (1, 2):
+            load(pair, number)
 
 
 def test_a_packed_slot_is_not_freed_by_a_credit(pair: Pair) -> None:

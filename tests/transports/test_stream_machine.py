@@ -445,37 +445,52 @@ def test_a_slot_is_the_sources_again_when_its_credit_has_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_chunks", "num_slots", "expected"),
+    ("num_chunks", "num_granted", "num_used", "expected"),
     [
-        (5, 9, [(), (), (0, 1, 2), ()]),  # more of the read is to come: by a third of the slots
-        (4, 9, [(), (0, 1), (), (2,)]),  # all is here: by a quarter, while a copy runs
-        (5, 5, [(0,), (1,), (2,), (3,)]),  # of few slots the source needs each
+        (5, 9, 9, [0, 0, 3, 0]),  # more of the read is to come: by a third of the slots
+        (4, 9, 9, [0, 2, 0, 1]),  # all is here: by a quarter, while a copy runs
+        (5, 5, 5, [1, 1, 1, 1]),  # of few slots the source needs each
+        (5, 24, 9, [0, 0, 3, 0]),  # the source has room for fewer than it was granted
+        (5, 24, 4, [1, 1, 1, 1]),
     ],
 )
 def test_credits_leave_in_batches_but_never_the_last_ones_late(
-    num_chunks: int, num_slots: int, expected: list[Sequence[int]]
+    num_chunks: int, num_granted: int, num_used: int, expected: list[int]
 ) -> None:
-    reads = _reads(num_slots, num_chunks)
-    for slot in range(4):
-        reads.announced(_header(slot, slot))
+    sends, reads = _sends(num_used, 4), _reads(num_granted, num_chunks)
+    slots = [slot for _, _, slot in _fills(sends)]
+    for sequence, slot in enumerate(slots):
+        reads.announced(_header(sequence, slot))
         reads.came(slot)
     taken: list[Sequence[int]] = []
-    for slot in range(4):
+    for slot in slots:
         reads.unpacked(slot, is_placed=True)
         taken.append(reads.take_credits())
-    assert taken == expected
+    assert [len(each) for each in taken] == expected
+    assert [slot for each in taken for slot in each] == slots[: sum(expected)]
+
+
+def test_no_order_of_slots_makes_a_sink_hold_what_its_source_needs() -> None:
+    """An earlier source, say, which uses its first slot first."""
+    reads = _reads(24, 12)
+    for sequence in range(8):
+        slot, generation = sequence % 4, sequence // 4
+        reads.announced(_header(sequence, slot, generation))
+        reads.came(slot)
+        reads.unpacked(slot, is_placed=True)
+        assert reads.take_credits() == (slot,)
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_credits_are_held_no_longer_than_the_read(is_stopped: bool) -> None:
     reads = _reads(9, 2)
-    reads.announced(_header(0, 0))
-    reads.came(0)
-    reads.unpacked(0, is_placed=True)
+    reads.announced(_header(0, 8))
+    reads.came(8)
+    reads.unpacked(8, is_placed=True)
     assert reads.take_credits() == ()
     if is_stopped:
         reads.stop(key_of(0))
-    assert reads.take_credits(holds=is_stopped) == (0,)
+    assert reads.take_credits(holds=is_stopped) == (8,)
 
 
 @pytest.mark.parametrize("has_come", [True, False])
