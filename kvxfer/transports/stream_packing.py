@@ -202,14 +202,19 @@ class DevicePacker:
             copier.warm_unpack(side, stream).synchronize()
 
     def submit(self, job: ChunkJob) -> None:
-        job.dense = dense = job.take_dense()
-        job.is_by_host = dense.is_cpu
         self._jobs[job] = None
-        if self._gpu.reaches(dense):
-            self._launch(job, dense)
+        try:
+            job.dense = dense = job.take_dense()
+            is_reached = self._gpu.reaches(dense)
+        except Exception as exc:  # noqa: BLE001  # no memory, say; it fails the transfer
+            self._end(job, CopyEnd.FAILED, exc)
         else:
-            self._waiting.append(job)
-            self._start_waiting()
+            job.is_by_host = dense.is_cpu
+            if is_reached:
+                self._launch(job, dense)
+            else:
+                self._waiting.append(job)
+                self._start_waiting()
         self._wake()  # ``drain`` follows, which waits for it
 
     def cancel(self, job: ChunkJob) -> None:
@@ -323,7 +328,12 @@ class DevicePacker:
         """As long as a buffer is free, or there may be one more."""
         while self._waiting and (self._bounces or self._num_bounces < self._most_bounces):
             job = self._waiting.popleft()
-            job.bounce = bounce = self._take_bounce(job.chunk.nbytes)
+            try:
+                job.bounce = bounce = self._take_bounce(job.chunk.nbytes)
+            except RuntimeError as exc:  # PyTorch's: there is no more pinned memory
+                self._num_bounces -= 1
+                self._end(job, CopyEnd.FAILED, exc)
+                continue
             if job.order is not None:
                 self._launch(job, bounce[: job.chunk.nbytes])
             else:

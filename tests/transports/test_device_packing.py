@@ -39,7 +39,7 @@ from kvxfer.transports.stream_packing import LEAST_BOUNCES, DevicePacker, make_p
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
-from kvxfer.transports.zmq_pipe import ZmqPipe
+from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
 from tests.conftest import HAS_CUDA
 from tests.spoken import watch_dealers
 from tests.transports.host_gpu import HostGpu
@@ -49,6 +49,7 @@ from tests.transports.pair import (
     a_move,
     connections_of,
     key_of,
+    load,
     read_request,
     send_request,
 )
@@ -367,6 +368,46 @@ def test_a_launch_that_fails_breaks_its_transfer_only(
     pair.start(key_of(3), a_move())
     assert isinstance(pair.end(key_of(3)), ReadDone)
     assert pair.content() == pair.expected(a_move())
+
+
+def _no_memory(*_: object) -> torch.Tensor:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+@pytest.mark.parametrize("reaches_host", [False], indirect=True, ids=["through pinned buffers"])
+def test_a_read_ends_where_there_is_no_pinned_memory_to_unpack_it_through(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(_packer(pair.sink)._gpu, "pinned", _no_memory)
+        pair.start(key_of(1), a_move())
+        end = pair.end(key_of(1))
+    assert isinstance(end, ReadBroke)
+    assert end.reason is Reason.READ_FAILED
+    assert "unpacking failed: out of memory" in end.detail
+    pair.source.stop_send(key_of(1))
+    pair.until(lambda: _is_at_rest(_packer(pair.sink), reaches_host=False))
+    load(pair, 2)
+
+
+@pytest.mark.parametrize("is_staging", [True, False], ids=["staging", "a buffer before it"])
+@pytest.mark.parametrize("reaches_host", [False], indirect=True, ids=["through pinned buffers"])
+def test_a_transfer_ends_where_there_is_no_pinned_memory_to_pack_it_into(
+    pair: Pair, is_staging: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        if is_staging:
+            patched.setattr(ZmqSourceLane, "staging", _no_memory)
+        else:
+            patched.setattr(_packer(pair.source)._gpu, "pinned", _no_memory)
+        pair.start(key_of(1), a_move())
+        pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+    assert SendStopped(key_of(1), Reason.READ_FAILED) in pair.said
+    assert pair.source.counts["pack_failed"] == 1
+    pair.sink.stop_read(key_of(1))
+    assert isinstance(pair.end(key_of(1)), ReadStopped)
+    pair.until(lambda: _is_at_rest(_packer(pair.source), reaches_host=False))
+    load(pair, 2)
 
 
 def test_a_gpu_that_fails_ends_everything_that_it_was_to_do(
