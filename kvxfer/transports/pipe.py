@@ -29,7 +29,7 @@ import torch
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.errors import KvxferError, ProtocolError
+from kvxfer.errors import KvxferError, ProtocolError, TransportUnavailable
 from kvxfer.tensors.device_memory import allocate
 from kvxfer.transfer.costs import BUSY_SLOTS, StagingBounds
 from kvxfer.transports.base import TRIAL_NBYTES, LocalMemory, Wake
@@ -307,15 +307,20 @@ MakePipe = Callable[[LocalMemory, Config, Wake], Pipe]
 
 
 def make_staging(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Flat uint8, zeroed. Raises TransportUnavailable, or what the device says when it is full.
+    """Flat uint8, zeroed. Raises TransportUnavailable, also where there is no room for it.
 
     The memory is a mapping of its own and not from an allocator: memory that a peer might still
     write to must never become part of another tensor. The mapping is unmapped when its last tensor
     goes.
     """
-    if device.type == "cpu":
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    return torch.as_tensor(_OwnedMemory(nbytes, device), device=device).zero_()
+    try:
+        if device.type == "cpu":
+            return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        return torch.as_tensor(_OwnedMemory(nbytes, device), device=device).zero_()
+    except (OSError, RuntimeError) as exc:  # RuntimeError: PyTorch's, and the driver's
+        raise TransportUnavailable(
+            f"staging: expected {nbytes} bytes of {device}, got {exc}"
+        ) from exc
 
 
 class _OwnedMemory:

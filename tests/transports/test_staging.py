@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvxfer.errors import TransportUnavailable
 from kvxfer.transports.pipe import make_staging
 from tests.helpers import assert_same_bytes, poisoned
 
+MOST_NBYTES = 1 << 62
+"""No machine has so many."""
 CPU = torch.device("cpu")
 
 
@@ -15,6 +18,12 @@ def test_host_staging_is_zeroed_and_flat() -> None:
     staging = make_staging(4097, CPU)
     assert_same_bytes(staging, torch.zeros(4097, dtype=torch.uint8))
     staging.copy_(poisoned((4097,)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_staging_for_which_there_is_no_room(device: str) -> None:
+    with pytest.raises(TransportUnavailable, match=rf"{MOST_NBYTES} bytes|cuMemAlloc: "):
+        make_staging(MOST_NBYTES, torch.device(device))
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ from kvxfer.transports.base import (
     Sent,
 )
 from kvxfer.transports.copy_thread import CopyJob
-from kvxfer.transports.pipe import Slots, SourceLane
+from kvxfer.transports.pipe import Slots, SourceLane, make_staging
 from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
@@ -50,7 +51,7 @@ from kvxfer.transports.stream_wire import (
     decode_to_sink,
     encode,
 )
-from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
+from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSinkLane, ZmqSourceLane
 from tests.copies import HeldPieces, is_pack, is_unpack
 from tests.spoken import watch_frames
 from tests.transports.pair import (
@@ -66,7 +67,7 @@ from tests.transports.pair import (
     read_request,
     send_request,
 )
-from tests.wires import run_pieces, use_source
+from tests.wires import run_pieces, use_pipe, use_source
 
 
 def test_a_wire_is_idle_until_it_has_something_to_say_or_can_be_read(pair: Pair) -> None:
@@ -512,6 +513,52 @@ def test_ids_outside_the_pool_break_the_transfer_only(pair: Pair) -> None:
     assert isinstance(pair.end(key), ReadStopped)
     pair.start(key_of(2), move)
     assert isinstance(pair.end(key_of(2)), ReadDone)
+
+
+class Full(ZmqPipe):
+    """One side has no memory for staging."""
+
+    def __init__(self, side: str) -> None:
+        super().__init__()
+        self._side = side
+
+    def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
+        self._allocate("source")
+        return super().open_source(address, slots)
+
+    def open_sink(self, slots: Slots, way: str = "") -> ZmqSinkLane:
+        self._allocate("sink")
+        return super().open_sink(slots, way)
+
+    def _allocate(self, side: str) -> None:
+        if side == self._side:
+            make_staging(1 << 62, torch.device("cpu"))
+
+
+def test_a_sink_is_told_that_its_source_has_no_memory_for_staging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_pipe(monkeypatch, "zmq", lambda *_: Full("source"))
+    with closing(Pair(ZMQ)) as pair:
+        pair.sink.attach(pair.manifest)
+        pair.start(key_of(1), a_move())
+        end = pair.end(key_of(1))
+        assert isinstance(end, ReadBroke)
+        assert end.reason is Reason.PEER_LOST
+        assert "refuses the connection: staging: expected 46116860" in end.detail
+        assert pair.said_kind(SendStopped, key_of(1))
+        with pytest.raises(TransportUnavailable, match="refuses: staging: expected 46116860"):
+            pair.trial()
+
+
+def test_a_sink_without_memory_for_staging_has_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So another wire may be taken."""
+    use_pipe(monkeypatch, "zmq", lambda *_: Full("sink"))
+    with closing(Pair(ZMQ)) as pair:
+        with pytest.raises(TransportUnavailable, match="staging: expected 46116860"):
+            pair.trial()
+        with pytest.raises(TransportUnavailable, match="staging: expected 46116860"):
+            pair.sink.attach(pair.manifest)
 
 
 def test_nobody_listens(pair: Pair) -> None:
