@@ -249,6 +249,9 @@ class TcpSourceLane(SourceLane):
         self._num_queued = 0
         self._num_done = [0] * most
         """Parts that were queued, and that each socket has sent."""
+        self._most_waiting = slots.num_slots * most
+        """Parts, when one more chunk is sent: those of all other slots, and one that each socket
+        has sent and not counted. A sink that credits what it has not read would have more wait."""
         self._why = ""
         self._sockets = _Sockets("kvxfer-tcp-send", self._break)
         expected = Expected(number, self._admit)
@@ -290,7 +293,13 @@ class TcpSourceLane(SourceLane):
         return is_told
 
     def _queue(self, slot: int, generation: int, nbytes: int, message: bytes) -> None:
-        num_idle = self.num_sockets - (self._num_queued - sum(self._num_done))
+        num_waiting = self._num_queued - sum(self._num_done)
+        if num_waiting > self._most_waiting:
+            raise PipeBroken(
+                f"tcp: expected at most {self._most_waiting} parts that were not sent, got "
+                f"{num_waiting}: the sink credits what it has not read"
+            )
+        num_idle = self.num_sockets - num_waiting
         for first, part_nbytes in cut(nbytes, self.num_sockets, num_idle):
             said = message if first == 0 else b""
             header = PART.pack(generation, slot, nbytes, first, part_nbytes, len(said), said)

@@ -269,6 +269,18 @@ class _Deaf:
             sock.close()
 
 
+def test_a_sink_that_credits_what_it_has_not_read_is_sent_no_more_than_its_slots() -> None:
+    with two_ends() as ends, closing(_Deaf(ends.address)):
+
+        def send_all() -> None:
+            for generation in range(100):  # as many MiB: more than the kernel takes
+                ends.send(0, generation, 1, SLOTS.slot_nbytes)
+
+        with pytest.raises(PipeBroken, match="the sink credits what it has not read"):
+            send_all()
+        assert ends.source._num_queued - sum(ends.source._num_done) <= 2 * SLOTS.num_slots + 2
+
+
 def test_what_is_on_its_way_when_a_sink_closes_goes_nowhere() -> None:
     with two_ends() as ends:
         ends.sink.connected(ends.source.address)
