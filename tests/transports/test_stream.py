@@ -51,7 +51,7 @@ from kvxfer.transports.stream_wire import (
     decode_to_sink,
     encode,
 )
-from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSinkLane, ZmqSourceLane
+from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSinkLane, ZmqSourceLane, untouched
 from tests.copies import HeldPieces, is_pack, is_unpack
 from tests.spoken import watch_frames
 from tests.transports.pair import (
@@ -111,7 +111,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[SourceLane]:
 
     class Noting(ZmqPipe):
         def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
-            return Lane(slots, None)
+            return Lane(slots, untouched)
 
     use_source(monkeypatch, "zmq", partial(StreamSource, lambda *_: Noting()))
     return lanes

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -556,6 +558,29 @@ def test_frames_lie_in_the_memory_that_a_gpu_reaches_and_are_freed() -> None:
         assert bytes(frame.buffer) == bytes(staging.numpy())
     assert len(made) == 1
     lane.close()
+
+
+def test_a_slot_costs_its_memory_once_whatever_is_sent_from_it_and_not_read() -> None:
+    """Chunks of many sizes whose frames somebody still has: a sink that credits them unread."""
+    made: list[weakref.ref[Any]] = []
+
+    def noted(nbytes: int) -> torch.Tensor:
+        made.append(weakref.ref(memory := np.zeros(nbytes, dtype=np.uint8)))
+        return torch.from_numpy(memory)
+
+    lane = ZmqSourceLane(Slots(1, 1 << 20), noted)
+    held: list[bytes | zmq.Frame] = []
+    for nbytes in (1 << 20, 64 << 10, 1 << 20, 1000, 999, 1 << 20):
+        lane.staging(0, nbytes).fill_(1)
+        held += lane.send(0, 0, nbytes)
+    lane.close()
+    (memory,) = made
+    assert memory() is not None
+    held.clear()
+    deadline_s = time.monotonic() + 30.0
+    while memory() is not None:  # a thread of pyzmq's lets go of it
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 @pytest.mark.gpu
