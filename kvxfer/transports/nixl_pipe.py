@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -309,15 +310,19 @@ now on; the end that reads or writes has done so for the last time."""
 class Staging:
     """Registered memory, by slots. Raises TransportUnavailable."""
 
-    def __init__(self, host: NixlHost, slots: Slots) -> None:
-        self.slots = slots
+    def __init__(self, host: NixlHost, slots: Slots, nbytes: int = 0) -> None:
+        """``nbytes``: of the memory, where that is more than the slots have."""
         self._agent = host.agent
         with host.on_device():
-            self.memory = make_staging(slots.nbytes, host.device)
+            self.memory = make_staging(max(nbytes, slots.nbytes), host.device)
             if self.memory.is_cuda:
                 torch.cuda.current_stream(host.device).synchronize()  # it is zeroed
-            self.area = Area.of(self.memory)
-            self._registered = self._agent.register(self.area)
+            self._registered = self._agent.register(Area.of(self.memory))
+        self.cut(slots)
+
+    def cut(self, slots: Slots) -> None:
+        """From now on these slots lie at the beginning of the memory."""
+        self.slots, self.area = slots, Area.of(self.memory).part(0, slots.nbytes)
         nbytes = slots.slot_nbytes
         self.parts = [self.memory[n * nbytes :][:nbytes] for n in range(slots.num_slots)]
 
@@ -348,6 +353,8 @@ class NixlHost:
         self.alarm = Alarm()
         self._peers: Counter[str] = Counter()
         self._kept: list[Staging] = []
+        usual_nbytes = NixlPipe.staging_size(device.type).nbytes
+        self._usual_nbytes = config.staging_nbytes or usual_nbytes
 
     def on_device(self) -> AbstractContextManager[object]:
         """The CUDA context for calls of NIXL: UCX finds the memory's GPU by the current context."""
@@ -371,11 +378,20 @@ class NixlHost:
 
     def staging_to_reach(self, slots: Slots) -> Staging:
         """For a peer to read or write; perhaps kept. Raises TransportUnavailable."""
-        for staging in self._kept:
-            if staging.slots == slots:
-                self._kept.remove(staging)
-                return staging
-        return Staging(self, slots)
+        fitting = [each for each in self._kept if each.memory.numel() >= slots.nbytes]
+        if not fitting:
+            return Staging(self, slots, self._rounded(slots.nbytes))
+        staging = min(fitting, key=lambda each: each.memory.numel())
+        self._kept.remove(staging)
+        staging.cut(slots)
+        return staging
+
+    def _rounded(self, nbytes: int) -> int:
+        """The next power of two, but no more than a connection usually has. What is kept is never
+        freed: of few sizes it serves the connections that come, whatever their trials choose.
+        """
+        most_nbytes = self._usual_nbytes if nbytes <= self._usual_nbytes else sys.maxsize
+        return min(1 << (nbytes - 1).bit_length(), most_nbytes)
 
     def keep(self, staging: Staging) -> None:
         """It stays registered where it is: what a peer knows of an address does not change."""

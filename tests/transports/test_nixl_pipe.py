@@ -104,9 +104,9 @@ class Two:
         self.source = NixlPipe(CPU, Config())
         self.sink = NixlPipe(CPU, Config())
 
-    def open(self, *, connect: bool = True) -> tuple[SourceLane, SinkLane]:
-        taker = self.sink.open_sink(SLOTS, self.operation)
-        giver = self.source.open_source(taker.address, SLOTS)
+    def open(self, slots: Slots = SLOTS, *, connect: bool = True) -> tuple[SourceLane, SinkLane]:
+        taker = self.sink.open_sink(slots, self.operation)
+        giver = self.source.open_source(taker.address, slots)
         if connect:
             taker.connected(giver.address)
         return giver, taker
@@ -161,6 +161,10 @@ class Two:
     def num_kept(pipe: NixlPipe) -> int:
         """How many stagings it has for the next connections."""
         return len(pipe._host._kept)
+
+    @staticmethod
+    def kept_nbytes(pipe: NixlPipe) -> int:
+        return sum(each.memory.numel() for each in pipe._host._kept)
 
     def close(self) -> None:
         for pipe in self.in_order:
@@ -264,6 +268,33 @@ def test_peer_can_be_met_again_and_again(two: Two) -> None:
         two.until(lambda: two.sink.is_idle and two.source.is_idle)
     reached = two.sink if two.operation == "WRITE" else two.source
     assert two.num_kept(reached) == 1  # used again each time
+
+
+def test_what_is_kept_serves_connections_of_other_sizes(two: Two) -> None:
+    """Each trial chooses slots of its own."""
+    reached = two.sink if two.operation == "WRITE" else two.source
+    for num_slots in (33, 1, 40, 7, 64, 2, 63):
+        slots = Slots(num_slots, 16 << 10)
+        giver, taker = two.open(slots)
+        for slot in {0, num_slots - 1}:
+            two.move(giver, taker, slot, 4096, num_slots)
+        taker.close()
+        giver.close()
+        two.until(lambda: two.sink.is_idle and two.source.is_idle)
+        assert (two.num_kept(reached), two.kept_nbytes(reached)) == (1, 1 << 20)
+
+
+@needs_nixl
+def test_what_is_kept_is_no_more_than_a_connection_may_have() -> None:
+    """A power of two, unless the setting says less."""
+    pipe = NixlPipe(CPU, Config(staging_nbytes=3 << 20))
+    for num_slots in (33, 130, 192):
+        pipe.open_sink(Slots(num_slots, 16 << 10)).close()
+        pipe.progress()
+    assert Two.kept_nbytes(pipe) == (1 << 20) + (3 << 20)
+    pipe.open_sink(Slots(2, 3 << 20)).close()  # where the other side has asked for it
+    assert Two.kept_nbytes(pipe) == (1 << 20) + (3 << 20) + (8 << 20)
+    pipe.close()
 
 
 def test_close_of_a_pipe_closes_its_lanes(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
