@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -109,11 +110,14 @@ def choose(
             limit_s = min(limit_s, TRIAL_TIMEOUT_S)
         try:
             trial = transport.trial(source, limit_s, classes)
-            _check_speed(trial, min_gbps)
-            bounds = (
-                transport.staging_bounds(source) if isinstance(transport, ReceivingSink) else None
-            )
-            working.append(make_choice(name, bounds, trial, workload))
+            with ExitStack() as undo:
+                undo.callback(trial.close)
+                _check_speed(trial, min_gbps)
+                bounds = None
+                if isinstance(transport, ReceivingSink):
+                    bounds = transport.staging_bounds(source)
+                working.append(make_choice(name, bounds, trial, workload))
+                undo.pop_all()
         except TransportUnavailable as exc:
             reasons[name] = str(exc).removeprefix(f"{name}: ")
     if not working:
@@ -127,14 +131,14 @@ def choose(
         if other is not best:
             durations = f"{ms_text(other.duration_s)} ms instead of {ms_text(best.duration_s)}"
             reasons[other.transport] = f"{durations} for {REFERENCE_TOKENS} tokens"
+            other.trial.close()
     return replace(best, reasons=reasons)
 
 
 def _check_speed(trial: Trial, min_gbps: float | None) -> None:
-    """Raises TransportUnavailable for a trial below ``min_gbps``, and closes what it holds."""
+    """Raises TransportUnavailable for a trial below ``min_gbps``."""
     gbps = trial.costs.gb_per_s
     if min_gbps is not None and gbps < min_gbps:
-        trial.close()
         raise TransportUnavailable(f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}")
 
 

@@ -229,6 +229,10 @@ def _write(path: Path, public: bytes, secret: bytes | None = None) -> None:
     if secret is not None:
         text += f'    secret-key = "{secret.decode()}"\n'
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # mode 0600
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-    Path(temporary).replace(path)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+        Path(temporary).replace(path)
+    except BaseException:  # the disk is full, say: no part of a secret key stays behind
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -4,6 +4,7 @@ engines.
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 import stat
@@ -197,6 +198,22 @@ def test_a_step_that_was_cut_off_is_taken_again(
     assert after.current == before.next
     assert after.previous is not None
     assert after.previous.public == before.current.public
+
+
+def test_keys_that_cannot_be_written_leave_nothing_behind(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    before = sorted(folder.iterdir())
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        make_keys(tmp_path / "others")
+    assert list((tmp_path / "others").iterdir()) == []
+    with pytest.raises(OSError, match="the disk is full"):
+        rotate_keys(folder, ADD)
+    assert sorted(folder.iterdir()) == before
 
 
 # ------------------------------------------------------------------ engines that run
