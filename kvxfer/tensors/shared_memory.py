@@ -164,6 +164,8 @@ def open_shared(handle: MemfdHandle) -> MappedPool:
     permission, wrong file.
     """
     check_same_host("shm", handle)
+    if handle.nbytes <= 0:
+        raise TransportUnavailable(f"shm: expected a pool of 1 byte or more, got {handle.nbytes}")
     where = f"/proc/{handle.pid}/fd/{handle.fd}"
     fd = _open_memfd(where)
     try:

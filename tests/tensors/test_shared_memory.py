@@ -19,7 +19,14 @@ import torch
 
 from kvxfer.connector.board import Board
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors.shared_memory import HEADER_NBYTES, SharedPool, boot_id, open_shared, plain_info
+from kvxfer.tensors.shared_memory import (
+    HEADER_NBYTES,
+    MAGIC,
+    SharedPool,
+    boot_id,
+    open_shared,
+    plain_info,
+)
 from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo
 
 
@@ -192,6 +199,23 @@ def test_other_files_are_not_opened(pool: SharedPool, tmp_path: Path) -> None:
         handle = msgspec.structs.replace(_handle(pool), fd=file.fileno())
         with pytest.raises(TransportUnavailable, match="expected a pool behind .*, got .*/file"):
             open_shared(handle)
+    pool.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, -4000, -HEADER_NBYTES])
+def test_a_pool_of_nothing_is_not_mapped(pool: SharedPool, nbytes: int) -> None:
+    """A peer may have such a file: of its header alone, or not even that."""
+    nonce = b"0123456789abcdef"
+    fd = os.memfd_create("kvxfer-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, (MAGIC + nonce)[: HEADER_NBYTES + nbytes])
+    os.ftruncate(fd, HEADER_NBYTES + nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    handle = msgspec.structs.replace(_handle(pool), fd=fd, nbytes=nbytes, nonce=nonce)
+    with pytest.raises(
+        TransportUnavailable, match=f"^shm: expected .* 1 byte or more, got {nbytes}"
+    ):
+        open_shared(handle)
+    os.close(fd)
     pool.close()
 
 
