@@ -54,7 +54,8 @@ class Link:
     ``control_endpoint``: of the source rank; ``endpoint``: its data endpoint; ``path``: what
     carries the announcements. ``dealers``: the first carries all messages, and chunks like the
     further ones; ``latest``: which has brought something last. ``jobs``: what unpacks a slot, by
-    slot. ``num_unreadable``: announcements; each may have cost a slot.
+    slot. ``num_unreadable``: announcements; each may have cost a slot. ``untold``: slots whose
+    credit was not taken: a source that stands still has a full queue, and may go on.
 
     Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
     """
@@ -97,6 +98,7 @@ class Link:
         self.reads = Reads(self.table)
         self.jobs: dict[int, ChunkJob] = {}
         self.num_unreadable = 0
+        self.untold: list[int] = []
         self.is_connected = self.is_lost = False
         sizes = (STREAM_VERSION, slots.num_slots, slots.slot_nbytes)
         self.send(Attach(*sizes, pipe.name, self.lane.address, terms.is_trial, terms.num_streams))
@@ -151,11 +153,15 @@ class Link:
 
     def give_back(self, slots: Sequence[int]) -> bool:
         """Credits, by the pipe if it carries messages; else over the stream that brought something
-        last: a listener that is full ends the connection that was silent longest. Raises
-        PipeBroken.
+        last: a listener that is full ends the connection that was silent longest. False if they are
+        not taken; they go along with the next. Raises PipeBroken.
         """
-        credit = encode(Credit(tuple(slots)))
-        return self.lane.tell(credit) or self.latest.send(credit)
+        self.untold += slots
+        credit = encode(Credit(tuple(self.untold)))
+        is_told = self.lane.tell(credit) or self.latest.send(credit)
+        if is_told:
+            self.untold.clear()
+        return is_told
 
     def send(self, message: ToSource) -> bool:
         return self.dealers[0].send(encode(message))

@@ -335,7 +335,7 @@ class StreamSink(ReceivingSink):
         for link in owing:
             slots = () if link.is_lost else link.reads.take_credits(holds=holds)
             try:
-                if slots and not link.give_back(slots):
+                if (slots or link.untold) and not link.give_back(slots):
                     self.counts["send_failed"] += 1
             except PipeBroken as exc:
                 self._lose_pipe(link, exc)

@@ -46,6 +46,7 @@ from tests.transports.pair import (
     Pair,
     a_move,
     key_of,
+    link_of,
     read_request,
     send_request,
 )
@@ -303,6 +304,25 @@ def test_a_credit_waits_for_others_while_more_of_its_read_is_to_come(
     assert isinstance(pair.end(key), ReadStopped)
     pair.until(lambda: bool(fake.socket.poll(0)))
     assert fake.receive()[1] == Credit((2,))
+
+
+def test_a_credit_that_was_not_taken_goes_along_with_the_next(
+    pair: Pair, fake: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that stands still has a full queue; without its credits it would have no slots."""
+    identity = _attach(pair, fake)
+    key, move = key_of(1), a_move()
+    pair.sink.submit_expect(read_request(key, move, pair.manifest))
+    fake.receive()
+    good = _header(key, move)
+    with monkeypatch.context() as patched:
+        patched.setattr(link_of(pair).latest, "send", lambda frame: False)
+        fake.socket.send_multipart([identity, encode(good), bytes(good.nbytes)])
+        pair.until(lambda: pair.sink.counts["send_failed"] == 1)
+    pair.sink.inspect()
+    assert fake.credits(1) == [0]
+    pair.sink.stop_read(key)
+    assert isinstance(pair.end(key), ReadStopped)
 
 
 @given(header=st.binary(max_size=80), body=st.binary(max_size=40))
