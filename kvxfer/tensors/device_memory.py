@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -124,14 +125,16 @@ class Gpu:
                 with current_context(self.device):
                     _call(bindings, "cuIpcCloseMemHandle", base)
 
-            # A kernel that reads beyond a mapping ends this process's use of the GPU
-            _, mapped_nbytes = _allocation_of(base)
-            if handle.offset < 0 or handle.offset + handle.nbytes > mapped_nbytes:
-                close()
-                raise TransportUnavailable(
-                    f"cuda_ipc: expected {handle.nbytes} bytes at {handle.offset} of process "
-                    f"{handle.pid}, got a mapping of {mapped_nbytes}"
-                )
+            with ExitStack() as undo:
+                undo.callback(close)
+                # A kernel that reads beyond a mapping ends this process's use of the GPU
+                _, mapped_nbytes = _allocation_of(base)
+                if handle.offset < 0 or handle.offset + handle.nbytes > mapped_nbytes:
+                    raise TransportUnavailable(
+                        f"cuda_ipc: expected {handle.nbytes} bytes at {handle.offset} of process "
+                        f"{handle.pid}, got a mapping of {mapped_nbytes}"
+                    )
+                undo.pop_all()
         return MappedMemory(DeviceMemory(base + handle.offset, handle.nbytes), close)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -53,13 +54,11 @@ class MappingSink(DirectSink, Generic[M]):
     def _map_all(self, source: RankManifest) -> tuple[M, ...]:
         """Every memory of a rank, or none. Raises TransportUnavailable."""
         mappings: list[M] = []
-        try:
+        with ExitStack() as undo:
             for number, info in enumerate(source.memories):
                 mappings.append(self._map(info, f"memory {number}"))
-        except TransportUnavailable:
-            for mapping in mappings:
-                mapping.close()
-            raise
+                undo.callback(mappings[-1].close)
+            undo.pop_all()
         return tuple(mappings)
 
     def attach(self, source: RankManifest, trial: Trial | None = None) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -303,9 +304,12 @@ class Trial:
     held: tuple[Held, ...] = ()
 
     def close(self) -> None:
-        """Close what the trial holds: nobody will attach with it. Idempotent."""
-        for each in self.held:
-            each.close()
+        """Close what the trial holds, all of it also where one raises: nobody will attach with it.
+        Idempotent.
+        """
+        with ExitStack() as closing_all:
+            for each in self.held:
+                closing_all.callback(each.close)
 
 
 @dataclass(frozen=True, slots=True)

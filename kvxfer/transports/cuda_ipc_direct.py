@@ -113,8 +113,9 @@ class _Unmap(CopyJob):
 
     def on_end(self) -> None:
         """Close here, not in ``run``: a job that is cancelled at shutdown is not run, but ends."""
-        for mapping in self._mappings:
-            mapping.close()
+        with ExitStack() as closing_all:  # the others also where one raises
+            for mapping in self._mappings:
+                closing_all.callback(mapping.close)
 
 
 _Bound = dict[int, tuple[CopyClass, BoundCopy]]

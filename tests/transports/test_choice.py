@@ -269,6 +269,18 @@ def test_what_trials_hold_is_closed_but_for_the_wire_that_is_taken() -> None:
     assert [held.is_open for held in no_room.held] == [False]
 
 
+def test_all_that_a_trial_holds_is_closed_although_one_raises() -> None:
+    class Broken(Opened):
+        def close(self) -> None:
+            super().close()
+            raise TransportUnavailable("cannot be unmapped")
+
+    held = (Opened(), Broken(), Broken(), Opened())
+    with pytest.raises(TransportUnavailable, match="cannot be unmapped"):
+        Trial(SLOW, held=held).close()
+    assert not any(each.is_open for each in held)
+
+
 def test_a_direct_wire_that_does_not_work_or_is_too_slow_makes_room_for_streams() -> None:
     streams = {"fast": made(FAST, HOST), "slow": made(MIDDLE, HOST)}
     choice = taken({"direct": made("direct: broken"), **streams})

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors.device_memory import MappedMemory
 from kvxfer.testing.peers import PiecesJob
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.manifest import CudaIpcHandle, RankManifest
@@ -124,6 +125,26 @@ def test_a_memory_that_cannot_be_mapped_fails_the_trial_and_not_the_attach(stage
     assert stage.num_mapped == 0
     with pytest.raises(TransportUnavailable, match="got none"):
         stage.sink.trial(replace(source, memories=()), 1.0)
+
+
+def test_a_mapping_that_cannot_be_unmapped_keeps_no_other(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = stage.gpu.map
+
+    def stubborn(handle: CudaIpcHandle) -> MappedMemory:
+        mapped = inner(handle)
+
+        def close() -> None:
+            mapped.close()
+            raise TransportUnavailable("cannot be unmapped")
+
+        return MappedMemory(mapped.memory, close)
+
+    monkeypatch.setattr(stage.gpu, "map", stubborn)
+    stage.sink.attach(stage.source)
+    assert stage.num_mapped == 3
+    stage.detached()
 
 
 def test_whatever_is_mapped_at_the_end_is_unmapped() -> None:
