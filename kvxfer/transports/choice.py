@@ -1,8 +1,9 @@
 """The choice of the wire to a source rank, by a trial with real bytes.
 
-A direct wire that works is taken: it costs the source neither staging nor copies nor processor
-time. Where none works each stream wire is timed, and the wire is taken that moves a long prompt in
-the least time.
+A direct wire of kvxfer's that works is taken: it costs the source neither staging nor copies nor
+processor time. Where none works each stream wire is timed, and the wire is taken that moves a long
+prompt in the least time. Wires of other packages come after kvxfer's own, direct ones too, and are
+compared with these.
 """
 
 from __future__ import annotations
@@ -85,10 +86,10 @@ def choose(
     min_gbps: float | None = None,
     timeout_s: float = TRIAL_TIMEOUT_S,
 ) -> Choice:
-    """Try the candidates, in the order of preference: direct wires first. The first direct wire
-    that moves bytes, at ``min_gbps`` or more, is taken, and no other is tried then. Of the stream
-    wires the one with the shortest transfer of ``workload`` is taken. ``classes``: what will be
-    copied.
+    """Try the candidates, in the order of preference. Where the first one that works (that moves
+    bytes, at ``min_gbps`` or more) is a direct wire, it is taken, and no other is tried. Else the
+    one with the shortest transfer of ``workload`` is taken, also among direct wires that come after
+    a stream: those of other packages. ``classes``: what will be copied.
 
     Blocks for ``timeout_s`` at most, and for TRIAL_TIMEOUT_S for each candidate; but the last one
     has all that is left if none works until then: on a host with many times more work than cores a
