@@ -31,6 +31,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM loads parts of torch that other parts call deprecated
     from vllm import EngineArgs, SamplingParams
     from vllm.distributed.kv_events import BlockRemoved
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+        MultiConnector,
+        MultiKVConnectorStats,
+        MultiKVConnectorWorkerMetadata,
+    )
     from vllm.utils.hashing import sha256
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -54,7 +59,12 @@ with warnings.catch_warnings():
     from kvxfer.integrations.vllm.connector import KvxferConnector
     from kvxfer.integrations.vllm.regions import Located
     from kvxfer.integrations.vllm.settings import read_settings
-    from kvxfer.integrations.vllm.step_loads import UnprovenKV, why_never, why_not_heard
+    from kvxfer.integrations.vllm.step_loads import (
+        UnprovenKV,
+        is_engines_own,
+        why_never,
+        why_not_heard,
+    )
     from kvxfer.integrations.vllm.worker import WorkerSide, failed_block_ids
 
 Status = RequestStatus
@@ -66,6 +76,7 @@ __all__ = [
     "UnprovenKV",
     "get_request_block_hasher",
     "init_none_hash",
+    "is_engines_own",
     "sha256",
     "why_never",
     "why_not_heard",
@@ -194,6 +205,7 @@ class Rig:
             groups=tuple(range(len(groups))),
             windows=(None, window)[: len(groups)],
         )
+        self._is_multi = connectors is not None
         connector = self.scheduler.connector
         names = [child["kv_connector"] for child in connectors or ()]
         self._our_index = names.index("KvxferConnector") if names else 0
@@ -208,7 +220,6 @@ class Rig:
         self.in_flight: list[Any] = []  # steps whose output is to come, vLLM's own
         self._loads: dict[str, NewLoad] = {}
         self._block_tokens = block_tokens
-        self._is_multi = connectors is not None
 
     def _handshake(self, config: Any, shape: EngineShape) -> KvxferHandshake:
         """What the one rank says of itself."""
@@ -354,7 +365,7 @@ class Rig:
 
 class Engine(Rig):
     """A scheduler and one real worker side, with a pool of bytes and no model: what vLLM's model
-    runner calls in a step is called here, in its order.
+    runner calls in a step is called here, in its order. ``connectors`` may have ours alone.
     """
 
     def __init__(self, folder: Path, *, fill: int | None = None, **settings: Any) -> None:
@@ -374,6 +385,9 @@ class Engine(Rig):
         values = np.random.default_rng(5).integers(0, 256, nbytes, dtype=np.uint8)
         self.pool.tensor.numpy()[:] = values if self._fill is None else self._fill
         memory = LocalMemory((self.pool.tensor,), (self.pool.info,))
+        if self._is_multi:
+            made = MultiConnector._get_connector_classes_and_configs(config)
+            config = made[self._our_index][1]
         self.worker = WorkerSide(
             read_settings(config),
             facts=build_manifest(shape).facts,
@@ -400,6 +414,8 @@ class Engine(Rig):
 
     def _execute(self, step: Any) -> KVConnectorOutput:
         metadata = pickle.loads(pickle.dumps(step.kv_connector_metadata))
+        if self._is_multi:
+            (metadata,) = metadata.metadata
         worker = self.worker
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
@@ -422,6 +438,11 @@ class Engine(Rig):
         )
         if is_ended:
             worker.clear_connector_metadata()
+        if self._is_multi:
+            said, stats = reported.kv_connector_worker_meta, reported.kv_connector_stats
+            reported.kv_connector_worker_meta = said and MultiKVConnectorWorkerMetadata((said,))
+            if stats:
+                reported.kv_connector_stats = MultiKVConnectorStats({"KvxferConnector": stats})
         self.reported.append(pickle.loads(pickle.dumps(reported)))
         return reported
 

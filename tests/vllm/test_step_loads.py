@@ -25,6 +25,7 @@ from tests.vllm.scheduler_rig import (
     UnprovenKV,
     get_request_block_hasher,
     init_none_hash,
+    is_engines_own,
     sha256,
     why_never,
     why_not_heard,
@@ -268,7 +269,6 @@ def test_other_engines_say_why_they_have_none(make: Make, caplog: pytest.LogCapt
 def config_of(**changes: Any) -> Any:
     values = {
         "policy": "fail",
-        "connector": "KvxferConnector",
         "is_async": True,
         "pp_size": 1,
         "dcp_size": 1,
@@ -276,9 +276,7 @@ def config_of(**changes: Any) -> Any:
         "v2": False,
     } | changes
     return Bag(
-        kv_transfer_config=Bag(
-            kv_load_failure_policy=values["policy"], kv_connector=values["connector"]
-        ),
+        kv_transfer_config=Bag(kv_load_failure_policy=values["policy"]),
         scheduler_config=Bag(async_scheduling=values["is_async"]),
         parallel_config=Bag(
             pipeline_parallel_size=values["pp_size"],
@@ -301,20 +299,50 @@ def config_of(**changes: Any) -> Any:
         ({"pp_size": 2}, 1, "pipeline"),
         ({"dcp_size": 2}, 1, "share the tokens"),
         ({"draft": object()}, 1, "draft"),
-        ({"connector": "MultiConnector"}, 1, "MultiConnector"),
     ],
 )
 def test_where_a_failed_load_could_not_be_handled_there_is_none(
     changes: dict[str, Any], num_groups: int, word: str | None
 ) -> None:
-    why = why_never(config_of(**changes), num_groups)
+    why = why_never(config_of(**changes), num_groups, is_own=True)
     assert (why is None) == (word is None)
     assert word is None or word in str(why)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_within_multi_connector_there_is_none(
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mode: tuple[str, bool],
+) -> None:
+    """vLLM goes by the policy beside MultiConnector's name, and the child has the default."""
+    child = {
+        "kv_connector": "KvxferConnector",
+        "kv_connector_module_path": "kvxfer.integrations.vllm",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"port": 0, "load_in_step_s": 0.5},
+    }
+    pair = Pair(make, monkeypatch, mode, connectors=[child])
+    (line,) = [line for line in caplog.messages if "never part of a step" in line]
+    assert "MultiConnector" in line
+    rng = random.Random(3)
+    for number in range(12):
+        try_once(pair, rng, f"d{number}", mode[0])
+    assert pair.num_torn > 6
+    assert pair.num_in_step == 0
+
+
+def test_whose_config_it_is() -> None:
+    """Made by a scheduler: in every test above. Here none is to be found."""
+    config = config_of()
+    assert not is_engines_own(object(), config)
+    assert "MultiConnector" in str(why_never(config, 1, is_own=False))
+
+
 def test_a_version_that_does_not_pass_on_what_workers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.integrations.vllm.step_loads.PASSES_WORKER_METADATA", False)
-    assert "workers say" in str(why_never(config_of(), 1))
+    assert "workers say" in str(why_never(config_of(), 1, is_own=True))
     assert "workers say" in str(why_not_heard())
 
 

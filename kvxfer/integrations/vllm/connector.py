@@ -30,7 +30,7 @@ from kvxfer.integrations.vllm.regions import locate
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
 from kvxfer.integrations.vllm.settings import Settings, read_settings
 from kvxfer.integrations.vllm.stats import KvxferPromMetrics, KvxferStats, rebuilt
-from kvxfer.integrations.vllm.step_loads import why_never, why_not_heard
+from kvxfer.integrations.vllm.step_loads import is_engines_own, why_never, why_not_heard
 from kvxfer.integrations.vllm.worker import WorkerSide
 from kvxfer.transfer.manifest import RankId
 
@@ -55,7 +55,11 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
                 settings,
                 len(kv_cache_config.kv_cache_groups),
                 can_pin=counts_no_references(vllm_config),
-                no_step_loads=why_never(vllm_config, len(kv_cache_config.kv_cache_groups)),
+                no_step_loads=why_never(
+                    vllm_config,
+                    len(kv_cache_config.kv_cache_groups),
+                    is_own=is_engines_own(self, vllm_config),
+                ),
                 no_early=why_not_heard(),
                 num_own_tokens=num_own_tokens(vllm_config, kv_cache_config),
             )

@@ -9,12 +9,14 @@ token leave no way to either.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from kvxfer.connector.contract import status_name
-from kvxfer.integrations.vllm.compat import PASSES_WORKER_METADATA
+from kvxfer.integrations.vllm.compat import PASSES_WORKER_METADATA, KVConnectorBase
 from kvxfer.integrations.vllm.views import Tables
 
 _NEEDED = (
@@ -33,8 +35,32 @@ def why_not_heard() -> str | None:
     return None if PASSES_WORKER_METADATA else "this vLLM does not pass on what its workers say"
 
 
-def why_never(vllm_config: Any, num_groups: int) -> str | None:
-    """Why no load of this engine can be part of a step, and what to do; None if some can."""
+def is_engines_own(connector: object, vllm_config: Any) -> bool:
+    """This config is the one by which vLLM's scheduler handles a failed load. Called while
+    ``connector`` is made; False too where that cannot be told.
+
+    MultiConnector gives each child a copy of the engine's config, with the child's own
+    kv_load_failure_policy in it. Nothing in a copy says that it is one, and vLLM 0.26 to 0.33 make
+    a scheduler outside of ``set_current_vllm_config``. So the callers are asked: between the
+    scheduler that has this very config and ``connector`` there is no other connector.
+    """
+    from vllm.v1.core.sched.interface import SchedulerInterface
+
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # no other way to the callers
+    while frame is not None:
+        maker = frame.f_locals.get("self")
+        if isinstance(maker, SchedulerInterface):
+            return getattr(maker, "vllm_config", None) is vllm_config
+        if isinstance(maker, KVConnectorBase) and maker is not connector:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def why_never(vllm_config: Any, num_groups: int, *, is_own: bool) -> str | None:
+    """Why no load of this engine can be part of a step, and what to do; None if some can.
+    ``is_own``: what :func:`is_engines_own` says.
+    """
     transfer = vllm_config.kv_transfer_config
     recomputes = getattr(transfer, "kv_load_failure_policy", "fail") == "recompute"
     is_async = bool(vllm_config.scheduler_config.async_scheduling)
@@ -47,9 +73,8 @@ def why_never(vllm_config: Any, num_groups: int) -> str | None:
             getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1
         ),
         "a draft model reads KV before its verdict": vllm_config.speculative_config is not None,
-        "MultiConnector does not pass on what its workers say": (
-            transfer.kv_connector == "MultiConnector"
-        ),
+        "the engine's kv_load_failure_policy is not known here; MultiConnector tells none of its "
+        "connectors": not is_own,
         # vLLM 0.26 to 0.33 schedule the tokens that were in flight once more, with no ids
         "with async scheduling vLLM cannot compute a failed load again; set "
         "kv_load_failure_policy to fail, or --no-async-scheduling": recomputes and is_async,
