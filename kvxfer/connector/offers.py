@@ -227,11 +227,12 @@ class OfferBook:
         )
 
     def _preempt(self, scheduler_output: SchedulerOutputLike) -> None:
-        # An engine may tell of a preemption only when the request comes back.
+        # An engine may tell of a preemption only when the request comes back. One that has ended
+        # since is over: it never comes back, and its end is told.
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         for request_id in (*(scheduler_output.preempted_req_ids or ()), *resumed):
             offer = self._offers.get(request_id)
-            if offer is not None and offer.nonce:
+            if offer is not None and offer.nonce and request_id not in self._delayed:
                 self._ended.append(EndOffer(request_id, offer.nonce, Reason.PREEMPTED))
                 self._offers[request_id] = Offer(
                     offer.num_tokens, offer.digest, offer.name, offer.num_cached_tokens

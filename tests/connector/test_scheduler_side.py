@@ -377,6 +377,22 @@ def test_an_offer_without_the_blocks_that_it_named_is_not_told() -> None:
     assert stats.reasons == {"window": 1}
 
 
+def test_a_preemption_that_is_told_after_the_end() -> None:
+    """Preempted between two steps, and aborted before the second: another request of that id is
+    nobody's offer.
+    """
+    c = connector()
+    c.on_new_request(offering())
+    c.build_connector_meta(step(new=(("r", [3, 4], 0),), counts={"r": 32}))
+    assert c.request_finished(offering(status="FINISHED_ABORTED"), []) == (True, None)
+    told = c.build_connector_meta(step(preempted=frozenset({"r"})))
+    assert ends_of(told) == {"r": Reason.ABORTED}
+    assert (len(told.ended), told.delayed) == (1, ("r",))
+    c.update_connector_output(KVConnectorOutput(finished_sending={"r"}))
+    again = c.build_connector_meta(step(new=(("r", [6, 7, 8], 0),), counts={"r": 40}))
+    assert again == ConnectorMetadata()
+
+
 def test_a_preemption_that_is_told_only_when_the_request_comes_back() -> None:
     c = connector()
     c.on_new_request(offering())

@@ -348,6 +348,22 @@ def test_preempted_prefill_offers_anew(make_rig: MakeRig, is_async: bool) -> Non
     assert params["kvxfer"]["nonce"] == second.nonce.hex()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_preempted_and_aborted_before_the_next_step(make_rig: MakeRig, is_async: bool) -> None:
+    rig = make_rig(max_batched_tokens=64, is_async=is_async)
+    rig.request("p", prompt(80), OFFERED, max_tokens=1)
+    rig.step()
+    rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    rig.abort("p")
+    orders = rig.step()
+    assert [(e.request_id, e.reason) for e in orders.ended] == [("p", Reason.ABORTED)]
+    assert orders.delayed == ("p",)
+    rig.step(sent=["p"])
+    assert rig.is_quiet()
+    rig.request("p", prompt(40, seed=1), max_tokens=1)  # another one of that id
+    assert rig.step() is NO_ORDERS
+
+
 def test_reset_offers_are_not_told(make_rig: MakeRig) -> None:
     rig = make_rig(max_batched_tokens=64)
     rig.request("p", prompt(80), OFFERED, max_tokens=1)
