@@ -350,7 +350,7 @@ def test_blocks_that_were_another_type_s_are_cleared_before_they_are_filled_in_p
     pytest.importorskip("vllm")
     assert not make_rank(V32_BF16, 64, (0, 1)).located.cleared
     rank = make_rank(V4, 256, (0, 1))
-    blocks = {(each.group, each.block_tokens): each for each in rank.located.cleared}
+    blocks = {(each.group, each.table_tokens): each for each in rank.located.cleared}
     assert list(blocks) == [(0, 256), (1, 64), (2, 4)]
     blocks[0, 256].clear(((3, 1), (), ()), 300)
     for layer in V4[:3]:

@@ -347,6 +347,41 @@ def test_ranks_that_share_the_tokens_say_which_they_keep(by_hand: ByHand) -> Non
     assert {each.table_tokens for each in found} == {16, 32}
 
 
+def cleared(view: Tensor) -> list[int]:
+    """The blocks that are zero throughout."""
+    return [block for block in range(len(view)) if not view[block].any()]
+
+
+def test_a_draft_whose_tokens_ranks_share_is_cleared(by_hand: ByHand) -> None:
+    """A block of 16 of a rank's tokens is one of 32 in the request's table."""
+    name = "model.layers.2.self_attn.attn"
+    views = {"model.layers.0.self_attn.attn": torch.ones(6, 2, 16, 8)}
+    views[name] = torch.ones(6, 2, 16, 8)
+    specs = {layer: (0, spec_of(is_context_sharded=True)) for layer in views}
+    kept = Interleave(2, 0, 16)
+    model = model_of(interleave=kept, draft_counts=frozenset({2}), num_layers=2)
+    (draft,) = by_hand.locate(views, specs, model=model).drafts
+    draft.clear_all(((1, 2, 3, 4),), 64, 128)
+    assert cleared(views.pop(name)) == [3, 4]
+    assert not any(map(cleared, views.values()))
+
+
+def test_a_block_whose_tokens_ranks_share_is_cleared_before_a_load_fills_a_part(
+    by_hand: ByHand,
+) -> None:
+    """Beside one of another type, and of another number of tokens."""
+    views = {"a": torch.ones(6, 2, 16, 8), "b": torch.ones(6, 2, 8, 8, dtype=torch.float16)}
+    other = {"block_tokens": 8, "dtype": torch.float16}
+    specs = {
+        "a": (0, spec_of(is_context_sharded=True)),
+        "b": (1, spec_of(is_context_sharded=True, **other)),
+    }
+    groups = by_hand.locate(views, specs, model=model_of(interleave=Interleave(2, 0, 8))).cleared
+    for group in groups:
+        group.clear(((1, 2, 3), (1, 2, 3, 4, 5)), 2 * 32 + 6)
+    assert [cleared(each) for each in views.values()] == [[3], [5]]
+
+
 @pytest.mark.parametrize("change", [{"window": 20}, {"cell_tokens": 4}])
 def test_windows_and_compressed_caches_are_not_shared_by_tokens(
     by_hand: ByHand, change: dict[str, Any]

@@ -334,6 +334,8 @@ def test_blocks_of_a_draft_without_kv_are_cleared() -> None:
     views = tuple(pool[:, 1:2] for pool in pools)
     group = ClearedGroup(1, 16, NUM_BLOCKS, views)
     group.clear_all(((), (4, -1, 3, 2, 0)), 16, 50)
+    group.clear_all(((), (-1, -1, 1)), 0, 32)  # none of these is there
+    group.clear_all(((), ()), 0, 16)
     for pool, view in zip(pools, views, strict=True):
         assert not view[4:8].any()
         assert view[:4].isnan().all()

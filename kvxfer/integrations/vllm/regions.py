@@ -33,6 +33,7 @@ from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer, trace_packed
 from kvxfer.integrations.vllm.specs import LayerSpec, StateSpec, layer_specs
 from kvxfer.integrations.vllm.states import Rank, regions_of_state
 from kvxfer.tensors.shared_memory import plain_info
+from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.layout import Elements, Interior, Region, check_region, is_scale
 from kvxfer.transports.base import LocalMemory
 
@@ -55,17 +56,17 @@ class ClearedGroup:
     """Attention layers beside layers that keep a state, of a draft, or in groups of several types.
     A block may have been another group's before, and as KV those bytes may be no numbers: an
     attention that multiplies them by 0 gives none either. vLLM clears the blocks that it gives out,
-    but not those of a load.
+    but not those of a load. ``table_tokens``: for which a block stands in a request's table.
     """
 
     group: int
-    block_tokens: int
+    table_tokens: int
     num_blocks: int
     views: tuple[Tensor, ...]
 
     def clear(self, block_ids: Sequence[Sequence[int]], token_hi: int) -> None:
         """The block that a load up to this token fills only in part, before it is filled."""
-        position, is_part = divmod(token_hi, self.block_tokens)
+        position, is_part = divmod(token_hi, self.table_tokens)
         ids = block_ids[self.group]
         if is_part and position < len(ids) and ids[position] >= 0:
             for view in self.views:
@@ -74,8 +75,9 @@ class ClearedGroup:
 
     def clear_all(self, block_ids: Sequence[Sequence[int]], token_lo: int, token_hi: int) -> None:
         """Every block with one of these tokens, in one launch for each layer."""
-        first, end = token_lo // self.block_tokens, -(-token_hi // self.block_tokens)
-        ids = torch.tensor([i for i in block_ids[self.group][first:end] if i >= 0])
+        first, end = token_lo // self.table_tokens, -(-token_hi // self.table_tokens)
+        found = [i for i in block_ids[self.group][first:end] if i >= 0]
+        ids = torch.tensor(found, dtype=torch.int64)  # of none it would be float32
         for view in self.views:
             raw = view.view(torch.uint8)
             blocks = raw.view(self.num_blocks, -1, *raw.shape[1:])
@@ -120,8 +122,8 @@ def locate(
     return Located(
         regions,
         memory.local,
-        cleared=_cleared(views, num_blocks) if _are_mixed(views) else (),
-        drafts=_cleared(drafts, num_blocks),
+        cleared=_cleared(views, num_blocks, model) if _are_mixed(views) else (),
+        drafts=_cleared(drafts, num_blocks, model),
     )
 
 
@@ -136,11 +138,15 @@ def _are_mixed(views: Sequence[_View]) -> bool:
     return len(kinds) > 1 and len(groups) > 1
 
 
-def _cleared(views: Iterable[_View], num_blocks: int) -> tuple[ClearedGroup, ...]:
+def _cleared(
+    views: Iterable[_View], num_blocks: int, model: CacheModel
+) -> tuple[ClearedGroup, ...]:
     found: dict[tuple[int, int], list[Tensor]] = {}
     for view in views:
         if isinstance(view.spec, LayerSpec):
-            found.setdefault((view.group, view.spec.block_tokens), []).append(view.tensor)
+            interleave = _interleave(view.spec, model)
+            table_tokens = view.spec.block_tokens * (interleave.size if interleave else 1)
+            found.setdefault((view.group, table_tokens), []).append(view.tensor)
     return tuple(ClearedGroup(*of, num_blocks, tuple(tensors)) for of, tensors in found.items())
 
 
@@ -229,7 +235,7 @@ def _regions(
         return regions_of_state(
             layer, tensor, spec, rank, model, group=view.group, memory=number, offset=start
         )
-    interleave = model.interleave if spec.is_context_sharded else msgspec.UNSET
+    interleave = _interleave(spec, model)
     if interleave and (spec.window is not None or spec.cell_tokens > 1):
         kept = "compressed" if spec.window is None else f"of a window of {spec.window}"
         raise ConfigError(
@@ -273,6 +279,11 @@ def _regions(
                 )
                 for plane in planes
             )
+
+
+def _interleave(spec: LayerSpec, model: CacheModel) -> Interleave | msgspec.UnsetType:
+    """Unset where each rank keeps every token."""
+    return model.interleave if spec.is_context_sharded else msgspec.UNSET
 
 
 def _elements(
