@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -432,6 +434,33 @@ def test_embeddings_are_plain(make_rig: MakeRig, params: dict[str, Any]) -> None
     assert rig.stats["requests_plain"] == {"prompt_embeds": 1}
 
 
+@pytest.mark.parametrize("params", [OFFERED, offered_by(NONCE, 40)])
+@pytest.mark.parametrize(
+    ("names_media", "has_image", "is_plain"),
+    [(False, True, True), (False, False, False), (True, True, False)],
+)
+def test_images_that_vllm_does_not_look_into_are_plain(
+    make_rig: MakeRig,
+    params: dict[str, Any],
+    names_media: bool,
+    has_image: bool,
+    is_plain: bool,
+) -> None:
+    rig = make_rig()
+    side = rig.connector.scheduler_side
+    side._settings = replace(side._settings, names_media=names_media)
+    place = SimpleNamespace(offset=2, length=4)
+    image = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=place)
+    request = rig.request("r", prompt(40))
+    request.kv_transfer_params = params
+    request.mm_features = [image] if has_image else []
+    rig.connector.on_new_request(request)
+    request.mm_features = []  # there is no encoder here
+    orders = rig.step()
+    assert len((*orders.offers, *orders.loads)) == (0 if is_plain else 1)
+    assert rig.stats.get("requests_plain", {}) == ({"unnamed_media": 1} if is_plain else {})
+
+
 def test_no_params_are_not_counted(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.request("a", prompt(40))
@@ -444,8 +473,6 @@ def test_no_params_are_not_counted(make_rig: MakeRig) -> None:
 
 def test_lora_and_images_enter_the_digest(make_rig: MakeRig) -> None:
     """Of the same tokens: two adapters, or two images, are two offers."""
-    from types import SimpleNamespace
-
     rig = make_rig()
     images = [
         SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=2, length=4))

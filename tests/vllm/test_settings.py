@@ -225,6 +225,28 @@ def test_ranks_that_are_not_independent_compute_in_step() -> None:
     assert read_settings(vllm_config(parallel={"data_parallel_size": 2})).is_in_step
 
 
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("cache_gb", [None, 0, 4])
+def test_whether_vllm_looks_into_images(cache_gb: float | None, prefix_caching: bool) -> None:
+    """As its own code, whose names of two processes are compared here. None: a model of text."""
+    media = cache_gb if cache_gb is None else SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    config = vllm_config(model={"multimodal_config": media})
+    config.cache_config.enable_prefix_caching = prefix_caching
+    is_named = read_settings(config).names_media
+    assert is_named == (cache_gb != 0 or prefix_caching)
+    if media is None:
+        return
+    pytest.importorskip("vllm")
+    from vllm.renderers.base import BaseRenderer
+
+    renderer = SimpleNamespace(
+        model_config=config.model_config, config=config, _validate_mm_uuids=lambda *_: None
+    )
+    items = SimpleNamespace(get_all_counts=lambda: {"image": 1})
+    names = BaseRenderer._process_mm_uuids(renderer, {}, items, {}, "renderer0-mm-1")
+    assert names == ({} if is_named else {"image": ["renderer0-mm-1-image-0"]})
+
+
 def test_older_versions_call_the_index_a_rank() -> None:
     config = vllm_config(parallel={"data_parallel_rank": 2})
     del config.parallel_config.data_parallel_index

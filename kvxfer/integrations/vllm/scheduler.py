@@ -52,6 +52,10 @@ _EARLY = "early"
 """Why a request runs plain that came with prefill's, where nobody hears whether it is found."""
 _EMBEDDINGS = "prompt_embeds"
 """Why a request runs plain whose prompt is not only tokens: nothing could bind its KV to them."""
+_MEDIA = "unnamed_media"
+"""Why a request runs plain that has an image, or the like, in an engine that names them by none of
+their bytes: nothing binds its KV to them either.
+"""
 MIN_STATE_TOKENS = 3
 """Of a prompt whose state is offered: prefill drops the last token, and one token alone vLLM 0.32
 computes as a step of decode. Linear attention then begins with what its state's block held before.
@@ -193,6 +197,13 @@ class SchedulerSide:
         """One that will run here. Raises what its token ids and extra keys raise."""
         if view.has_embeddings:
             core.refuse_request(view, _EMBEDDINGS, "its prompt is not only tokens")
+            return
+        if view.mm_features and not self._settings.names_media:
+            detail = (
+                "vLLM does not look into its images where both of its caches are off; set "
+                "--mm-processor-cache-gb above 0, or --enable-prefix-caching"
+            )
+            core.refuse_request(view, _MEDIA, detail)
             return
         if self._no_early and is_early(request.kv_transfer_params):
             core.refuse_request(view, _EARLY, self._no_early)

@@ -89,6 +89,7 @@ class Settings:
     Attributes:
         can_send, can_receive: may requests offer KV, may they load it.
         is_in_step: data-parallel ranks compute every step together (those of a mixture of experts).
+        names_media: vLLM names an image, a sound or a video by what is in it.
         switch_interval_s: see :class:`PluginSettings`.
     """
 
@@ -101,6 +102,7 @@ class Settings:
     prefix_caching: bool
     block_tokens: int
     is_in_step: bool = False
+    names_media: bool = True
     switch_interval_s: float | None = None
 
     def engine(self, incarnation: bytes, facts: CacheFacts) -> EngineIdentity:
@@ -144,6 +146,7 @@ def read_settings(vllm_config: Any) -> Settings:
         block_tokens=cache.block_size * getattr(parallel, "decode_context_parallel_size", 1),
         # Ranks that are independent engines see a size of 1 here, whatever their number.
         is_in_step=getattr(parallel, "data_parallel_size", 1) > 1,
+        names_media=_names_media(vllm_config),
         switch_interval_s=plugin.switch_interval_s,
     )
 
@@ -215,6 +218,15 @@ def _refuse_parallel(vllm_config: Any) -> None:
             f"decode_context_parallel_size too, got {size} and {shared} in a {role}; without the "
             "second vLLM has one name for ranks that all hold the same KV"
         )
+
+
+def _names_media(vllm_config: Any) -> bool:
+    """Not where vLLM reuses nothing of them, neither what its processor made nor blocks. A counter
+    of the process names them there, and two engines have one name for unlike images.
+    """
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    has_cache = getattr(media, "mm_processor_cache_gb", None) != 0
+    return has_cache or bool(vllm_config.cache_config.enable_prefix_caching)
 
 
 def _stage_ranks(parallel: Any) -> int:
