@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -318,6 +319,70 @@ def test_a_latent_has_one_head(folder: Path) -> None:
 def test_the_users_name_for_the_weights_is_taken(folder: Path) -> None:
     config = engine(Model(folder), extra={"weights_identity": "mine"})
     assert cache_facts(config, cache(group(full_spec(), "a"))).weights == "mine"
+
+
+def weights_with(
+    folder: Path, overrides: Any, *, load_format: str = "auto", **extra: Any
+) -> tuple[str, str]:
+    """The fact of an engine with these overrides, and of one without any."""
+    made = [Model(folder, hf_overrides=overrides), Model(folder)]
+    load_config = SimpleNamespace(load_format=load_format)
+    configs = [engine(model, load_config=load_config, extra=extra) for model in made]
+    first, second = (cache_facts(each, cache(group(full_spec(), "a"))).weights for each in configs)
+    return first, second
+
+
+def test_what_is_put_over_the_models_config_is_a_fact(folder: Path) -> None:
+    found, plain = weights_with(folder, {"b": {"y": [1], "x": 2}, "a": None})
+    assert found == plain + ' with {"a":null,"b":{"x":2,"y":[1]}}'
+    assert weights_with(folder, {}) == (plain, plain)
+    long, _ = weights_with(folder, {"a": "x" * 1000})
+    other, _ = weights_with(folder, {"a": "x" * 999 + "y"})
+    assert long != other
+    assert len(long) < 300
+
+
+@pytest.mark.parametrize("overrides", [lambda config: config, {"a": {"b": object()}}])
+def test_overrides_that_cannot_be_compared_are_refused(folder: Path, overrides: Any) -> None:
+    with pytest.raises(ConfigError, match="hf_overrides: expected .* weights_identity"):
+        weights_with(folder, overrides)
+    named, _ = weights_with(folder, overrides, weights_identity="mine")
+    assert named == "mine"
+
+
+def test_the_overrides_that_vllm_was_told(folder: Path) -> None:
+    """In a draft's config stands a function of vLLM's own."""
+    pytest.importorskip("vllm")
+    from vllm import EngineArgs
+    from vllm.config import SpeculativeConfig
+
+    llama = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 1024,
+        "rms_norm_eps": 1e-5,
+    }
+    (folder / "config.json").write_text(json.dumps(llama))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    found = []
+    for overrides in ({}, {"rms_norm_eps": 0.5}):
+        config = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            hf_overrides=overrides,
+            kv_transfer_config={"kv_connector": "KvxferConnector", "kv_role": "kv_both"},
+        ).create_engine_config()
+        assert config.model_config.hf_text_config.rms_norm_eps == (0.5 if overrides else 1e-5)
+        found.append(cache_facts(config, cache(group(full_spec(), "a"))))
+    assert found[0].weights != found[1].weights
+    assert found[1].weights.endswith(' with {"rms_norm_eps":0.5}')
+    draft = eagle(folder, hf_overrides=SpeculativeConfig.hf_config_override)
+    facts = cache_facts(engine(Model(folder), speculative_config=draft), cache(group(full_spec())))
+    assert facts.draft_layers == (f"eagle3 of {found[0].weights}",)
 
 
 def test_draft_layers_are_named_by_method_and_weights(folder: Path) -> None:

@@ -6,9 +6,10 @@ model's config wherever that has them, and not from the layers of one rank.
 
 The weights of a model from a hub are named by repository and commit, those of a directory by
 samples of its files: the same weights give the same name, and the reverse is likely, not certain,
-because a change between the samples is not seen. Where the two sides got the same weights in
-different ways (one from a hub, the other from a directory), the setting ``weights_identity`` names
-them on both.
+because a change between the samples is not seen. What the user puts over the model's config
+(``hf_overrides``) stands behind the name: the same weights make other KV with it. Where the two
+sides got the same weights in different ways (one from a hub, the other from a directory), the
+setting ``weights_identity`` names them on both.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ def weights_identity(
     model = getattr(model_config, "model_weights", "") or model_config.model
     revision = revision or getattr(model_config, "revision", None)
     hf_config = model_config.hf_config
-    load_format = getattr(load_config, "load_format", "auto")
-    if getattr(load_format, "value", load_format) == "dummy":
+    if _is_dummy(load_config):
         name = f"dummy-{_config_digest(hf_config.to_dict())}"
     elif found := _SNAPSHOT.search(model):
         name = f"{found['repo'].replace('--', '/')}@{found['commit']}"
@@ -83,6 +83,30 @@ def _online_quantisation(model_config: Any) -> str:
     if method is None or getattr(model_config.hf_config, "quantization_config", None):
         return ""
     return f" quantised to {method}"
+
+
+def _overrides(vllm_config: Any) -> str:
+    """What the user puts over the model's config, all of it: what changes no KV of one model does
+    of another. Dummy weights are named by the config with it. Of a draft's there are only vLLM's
+    own, a function of its version. Raises ConfigError for what two engines cannot compare.
+    """
+    overrides = getattr(vllm_config.model_config, "hf_overrides", None)
+    if not overrides or _is_dummy(vllm_config.load_config):
+        return ""
+    try:
+        text = json.dumps(overrides, sort_keys=True, separators=(",", ":"))
+    except TypeError as exc:
+        raise ConfigError(
+            f"hf_overrides: expected values that JSON has, got {type(overrides).__name__} ({exc}); "
+            "two engines cannot compare a function: name the model with what it changes by the "
+            "setting weights_identity, the same on both sides"
+        ) from exc
+    return _short(f" with {text}")
+
+
+def _is_dummy(load_config: Any) -> bool:
+    load_format = getattr(load_config, "load_format", "auto")
+    return bool(getattr(load_format, "value", load_format) == "dummy")
 
 
 @functools.lru_cache(maxsize=8)
@@ -203,7 +227,7 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
     architectures = getattr(model.hf_config, "architectures", None) or ()
     return CacheFacts(
         model=" ".join((model.hf_config.model_type, *architectures)),
-        weights=named or weights_identity(model, vllm_config.load_config),
+        weights=named or weights_identity(model, vllm_config.load_config) + _overrides(vllm_config),
         rope=rope_text(text_config, model.max_model_len),
         dtype=_joined(_dtype_text(spec) for spec in specs),
         quantisation=_quantisation(
