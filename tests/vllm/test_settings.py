@@ -277,6 +277,7 @@ def test_ranks_of_prefill_context_parallelism_are_ranks_of_a_stage() -> None:
         ({"parallel": PCP}, "prefill_context_.*a kv_producer .*, got 2 and 2 in a kv_both"),
         ({"model": {"is_encoder_decoder": True}}, "got an encoder-decoder"),
         ({"model": {"is_attention_free": True}}, "got one without attention"),
+        ({"model": {"enable_sleep_mode": True}}, "enable_sleep_mode: expected False, got True"),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str) -> None:
@@ -292,8 +293,9 @@ def test_a_block_id_stands_for_a_block_on_each_rank_that_shares_the_tokens() -> 
 
 def test_with_vllm_s_own_configs() -> None:
     pytest.importorskip("vllm")
-    from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig
+    from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig
 
+    assert "enable_sleep_mode" in ModelConfig.__dataclass_fields__
     transfer = KVTransferConfig(
         kv_connector="KvxferConnector",
         kv_role="kv_consumer",

@@ -203,6 +203,12 @@ def _refuse_model(vllm_config: Any) -> None:
                 f"model: expected a decoder with attention, got {kind}; serve it without this "
                 "connector"
             )
+    if getattr(model, "enable_sleep_mode", False):
+        # Before 0.33 vLLM does not ask supports_sleep_mode of the connector's class.
+        raise ConfigError(
+            "enable_sleep_mode: expected False, got True; peers may be reading the memory that "
+            "sleeping gives back: start without --enable-sleep-mode"
+        )
 
 
 def _refuse_parallel(vllm_config: Any) -> None:
