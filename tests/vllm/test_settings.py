@@ -219,10 +219,10 @@ def test_nixl_s_side_channel_is_mentioned_and_not_used(
     assert (len(told) == 1 and said in told[0]) if said else told == []
 
 
-def test_ranks_that_are_not_independent_compute_in_step() -> None:
-    assert not read_settings(vllm_config()).is_in_step
-    assert not read_settings(vllm_config(parallel={"data_parallel_size": 1})).is_in_step
-    assert read_settings(vllm_config(parallel={"data_parallel_size": 2})).is_in_step
+def test_ranks_that_are_not_independent_compute_in_lockstep() -> None:
+    assert not read_settings(vllm_config()).is_lockstep
+    assert not read_settings(vllm_config(parallel={"data_parallel_size": 1})).is_lockstep
+    assert read_settings(vllm_config(parallel={"data_parallel_size": 2})).is_lockstep
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

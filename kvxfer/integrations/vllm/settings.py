@@ -88,7 +88,7 @@ class Settings:
 
     Attributes:
         can_send, can_receive: may requests offer KV, may they load it.
-        is_in_step: data-parallel ranks compute every step together (those of a mixture of experts).
+        is_lockstep: data-parallel ranks, those of a mixture of experts, compute all steps together.
         names_media: vLLM names an image, a sound or a video by what is in it.
         switch_interval_s: see :class:`PluginSettings`.
     """
@@ -101,7 +101,7 @@ class Settings:
     pp_size: int
     prefix_caching: bool
     block_tokens: int
-    is_in_step: bool = False
+    is_lockstep: bool = False
     names_media: bool = True
     switch_interval_s: float | None = None
 
@@ -145,7 +145,7 @@ def read_settings(vllm_config: Any) -> Settings:
         # A block id stands for a block on each rank that shares the tokens
         block_tokens=cache.block_size * getattr(parallel, "decode_context_parallel_size", 1),
         # Ranks that are independent engines see a size of 1 here, whatever their number.
-        is_in_step=getattr(parallel, "data_parallel_size", 1) > 1,
+        is_lockstep=getattr(parallel, "data_parallel_size", 1) > 1,
         names_media=_names_media(vllm_config),
         switch_interval_s=plugin.switch_interval_s,
     )

@@ -128,8 +128,11 @@ class UnprovenKV:
     def drop_tokens_of_preempted(self) -> None:
         """Called after a step was scheduled: the token of a request that it has preempted is not
         to be told, whatever the verdict, because vLLM looks for failed blocks only among those
-        that run. As 0.26 does itself where it preempts all; later versions preempt none that a
-        step still computes.
+        that run.
+
+        vLLM 0.26 needs it, and does so itself where it preempts all. Requests of 0.27 and later
+        have no ``async_tokens_to_discard``: an engine that loads preempts none there that a step
+        still computes, and where it preempts all it drops what is in flight (read in 0.32).
         """
         for opened in self._open.values():
             request = opened.request

@@ -143,7 +143,7 @@ class WorkerSide:
     def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
         """Requests whose blocks come back, loads that are over, and those of them that failed."""
         core = self._running()
-        if self._is_idle_step and not self._settings.is_in_step and core.has_pending():
+        if self._is_idle_step and not self._settings.is_lockstep and core.has_pending():
             self._wait(core)
         finished = core.collect()
         reports = {report.request_id: report for report in finished.loads}
