@@ -136,6 +136,32 @@ def test_what_prefill_has_in_its_cache_leaves_before_its_first_step_ends(make: M
     both.settle()
 
 
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_what_the_same_step_computes_for_another_request_is_not_there_yet(
+    make: Make, transport: str
+) -> None:
+    """vLLM names the blocks of a step before it runs, and the next request of it hits them."""
+    both = Both(make, 1024, transport=transport, chunk_nbytes=4096)
+    tokens = prompt_of(3, 420)
+    both.source.request("a", tokens[:400], max_tokens=1)
+    _, at_sink = both.ask("b", tokens)
+    schedule = both.source.schedule
+    offers: list[Any] = []
+
+    def recorded() -> Any:
+        orders = schedule()
+        offers.extend(orders.offers)
+        return orders
+
+    both.source.schedule = recorded  # type: ignore[method-assign]
+    both.source.run()
+    assert (both.source.begun_at["a"], both.source.begun_at["b"]) == (0, 400)
+    assert [offer.open_tokens for offer in offers] == [0]
+    both.drive(at_sink.is_finished)
+    assert_right(at_sink)
+    both.settle()
+
+
 def test_blocks_of_early_requests_are_bounded(make: Make) -> None:
     """The second one looks on without a block until its prompt is computed, others pass it."""
     both = Both(make, early_share=0.25)  # of 63 blocks
