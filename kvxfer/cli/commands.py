@@ -53,6 +53,9 @@ _INFO_S = 10.0
 """An engine answers between its steps; its longest step takes a few seconds at most."""
 _SERVER_BLOCKS = 2048
 """Blocks of an engine that does not know its work: 32,768 tokens in blocks of 16."""
+_ONE_ORDER_S = 0.2
+"""A SIGTERM that follows another so soon is the same order: timeout(1) signals its command, and
+then the whole group with the command in it."""
 
 log = logging.getLogger("kvxfer.cli")
 
@@ -129,12 +132,13 @@ def run_prefill(options: PrefillOptions) -> bool:
         except ToldToEnd as told:
             if told.number != signal.SIGTERM:
                 raise
-            heed_signals()
             return _drain(group, kv.drain_timeout_s, console)
 
 
 def _drain(group: EngineGroup, timeout_s: float, console: Console) -> bool:
     """Once told to end; whoever is told again ends at once."""
+    time.sleep(_ONE_ORDER_S)
+    heed_signals()
     console.print(f"prefill: drains, for {timeout_s:g} s at most; SIGTERM again ends it at once")
     is_empty = group.drain(timeout_s)
     if not is_empty:

@@ -33,11 +33,12 @@ def forkserver() -> ForkServerContext:
     """Processes that start with torch loaded: 8 ranks in 3 to 4 s instead of 11 (measured)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvxfer.engine.rank"])
-    # Ctrl-C reaches the whole foreground group; only this process decides what it means. SIGINT
-    # that is blocked here is blocked in the fork server from its first instruction on, and in the
-    # processes that it forks. The resource tracker comes first: its start unblocks SIGINT.
+    # Ctrl-C reaches the whole foreground group, and so does the SIGTERM of systemd and timeout(1);
+    # only this process decides what they mean. What is blocked here is blocked in the fork server
+    # from its first instruction on, and in the processes that it forks. The resource tracker comes
+    # first: its start unblocks both.
     multiprocessing.resource_tracker.ensure_running()
-    with _blocked(signal.SIGINT):
+    with _blocked(signal.SIGINT, signal.SIGTERM):
         multiprocessing.forkserver.ensure_running()
     return context
 

@@ -59,8 +59,9 @@ collective with a dead rank, say) ends itself. Below the parent's own STOP_TIMEO
 
 def rank_main(spec: RankSpec, parent: Connection) -> None:
     """A process's life: one configuration after the other, until the parent says stop or goes."""
-    # Ctrl-C reaches the whole foreground group: the parent decides when its ranks end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, systemd and timeout(1) reach the whole group: the parent decides when its ranks end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)
     # What is loaded by now stays. Not looked at again, a collection takes 1 ms instead of 100.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -104,7 +105,9 @@ def test_who_is_not_there_cannot_be_drained(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_sigterm_drains_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
-    """Two engines side by side: one is let to finish, one is told twice."""
+    """Two engines side by side: one is let to finish, one is told twice. Both are told as
+    timeout(1) does: the command, and then its group with the ranks in it.
+    """
     command = ("prefill", "--listen", "127.0.0.1:0", "--kv-port", "0", "--tp", "1", "--model")
     with ExitStack() as stack:
         processes = [
@@ -116,6 +119,7 @@ def test_sigterm_drains_and_a_second_one_does_not_wait(tmp_path: Path) -> None:
             client.send(Generate("held", PROMPT, 1, OFFER))
             assert answer(client, "held", Done).kv_transfer_params is not None
             process.send_signal(signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGTERM)
             until(partial(_drains, client))
             assert process.poll() is None
         clients[0].send(Abort("held"))

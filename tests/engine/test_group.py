@@ -182,9 +182,12 @@ def test_clients_notice_a_killed_engine(group: EngineGroup) -> None:
             client.poll(10)
 
 
-def test_ctrl_c_does_not_reach_the_ranks(group: EngineGroup) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_the_whole_group_is_sent_does_not_end_the_ranks(
+    group: EngineGroup, number: signal.Signals
+) -> None:
     for pid in group.pids:
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, number)
     with RpcClient(group.endpoint, connect_timeout_s=10) as client:
         assert len(generate(client, [(1, 2, 3)], 4)[0]) == 4
     assert group.dead() == []
