@@ -193,9 +193,11 @@ def data_endpoint_of(source: RankManifest, config: Config, name: str) -> str:
     """
     endpoint = source.data_endpoints.get(name)
     if endpoint is None:
+        others = " and ".join(sorted(source.data_endpoints)) or "no stream wire"
+        ports = ", and give its data_port 0 or a range" if name == "tcp" else ""
         raise TransportUnavailable(
-            f"{name}: expected a {name} endpoint of {source.control_endpoint}, "
-            f"got {sorted(source.data_endpoints)}"
+            f"{name}: expected a source that offers it, got {source.control_endpoint} with "
+            f"{others}; to have it, set transport {name} there too{ports}"
         )
     url = urlsplit(endpoint)
     if url.scheme != "tcp" or not url.hostname or not config.peer_allowed(url.hostname):

@@ -574,7 +574,8 @@ def test_nobody_listens(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("endpoints", "sentence"),
     [
-        ({}, "expected a zmq endpoint of .*, got"),
+        ({}, "a source that offers it, got .* with no stream wire; to have it, set transport zmq"),
+        ({"tcp": "tcp://127.0.0.1:9", "ucx": "tcp://127.0.0.1:9"}, "with tcp and ucx; to have it"),
         ({"zmq": "tcp://8.8.8.8:53"}, "of an allowed peer"),
         ({"zmq": "ipc:///tmp/x"}, "of an allowed peer"),
         ({"zmq": "tcp://"}, "of an allowed peer"),
