@@ -27,6 +27,7 @@ from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import TRIALS_S
 from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.records import ConnectorMetadata, Identity, SourceRef
+from kvxfer.engine.rpc import RequestRefused, decode_to_client
 from kvxfer.errors import ProtocolError
 from kvxfer.tensors.shared_memory import make_pool
 from kvxfer.transfer import wire
@@ -65,6 +66,10 @@ FACTS = CacheFacts(
     num_kv_heads=_POOL.head_hi,
     head_size=_POOL.inner_nbytes,
     num_layers=1,
+)
+_REQUEST_PORT = (
+    "expected the port of its KV, got the one where it takes requests; name the address that its "
+    "first line gives after 'KV at'"
 )
 Choices = dict[str, Choice]
 """By the rank of the peer, as text."""
@@ -180,11 +185,21 @@ def _greet(
 
 def _heard(dealer: Dealer) -> Iterator[object]:
     """Messages of the protocol; Malformed, as if the other side had said so, for any other."""
+    frame = b""
     try:
         for frames in dealer.receive():
-            yield wire.decode_to_sink(frames[0].buffer)
+            frame = frames[0].bytes
+            yield wire.decode_to_sink(frame)
     except ProtocolError as exc:
-        yield wire.Malformed(str(exc))
+        yield wire.Malformed(_REQUEST_PORT if _takes_requests(frame) else str(exc))
+
+
+def _takes_requests(frame: bytes) -> bool:
+    """Whether a reference engine says on its request channel that it does not understand."""
+    try:
+        return isinstance(decode_to_client(frame, ""), RequestRefused)
+    except ProtocolError:
+        return False
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from kvxfer.config import Config
 from kvxfer.connector.records import LoadReport
 from kvxfer.engine.digest import KVDigest
 from kvxfer.errors import ConfigError, PeerLost, ProtocolError
+from kvxfer.transfer import wire
 from kvxfer.transports.channel import ask_guard, set_keys
 from kvxfer.transports.guard import Guard, pinned_keys
 from kvxfer.transports.key_folder import with_folder_keys
@@ -210,8 +211,21 @@ def decode_to_client(frame: bytes, endpoint: str) -> ToClient:
     try:
         message: ToClient = _to_client.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        if _is_of_kv(frame):
+            raise ProtocolError(
+                f"engine at {endpoint}: expected the port where it takes requests, got that of its "
+                "KV; name the one that it has from --listen"
+            ) from e
         raise ProtocolError(f"engine at {endpoint}: {e}; is it a kvxfer engine?") from e
     return message
+
+
+def _is_of_kv(frame: bytes) -> bool:
+    """Whether a KV front door says that it does not understand."""
+    try:
+        return isinstance(wire.decode_to_sink(frame), wire.Malformed)
+    except ProtocolError:
+        return False
 
 
 class RpcClient:

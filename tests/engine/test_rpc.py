@@ -28,6 +28,7 @@ from kvxfer.engine.rpc import (
     Token,
 )
 from kvxfer.errors import ConfigError, PeerLost, ProtocolError
+from kvxfer.transfer import wire
 from kvxfer.transports.key_folder import ADD, USE, make_keys, rotate_keys
 from tests.helpers import free_port
 from tests.rpc_messages import DONE, INFO
@@ -204,7 +205,17 @@ def test_an_engine_that_goes_is_noticed_after_its_last_words() -> None:
     assert answers == [Token("a", 7, 0.5), DONE]
 
 
-def test_something_that_is_no_engine() -> None:
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (b"hello", r"is it a kvxfer engine\?"),
+        (
+            wire.encode(wire.Malformed("control frame: Invalid value 'ask'")),
+            "expected the port where it takes requests, got that of its KV",
+        ),
+    ],
+)
+def test_something_that_takes_no_requests(said: bytes, sentence: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
@@ -212,11 +223,11 @@ def test_something_that_is_no_engine() -> None:
 
         def answer() -> None:
             client, _ = router.recv_multipart()
-            router.send_multipart([client, b"hello"])
+            router.send_multipart([client, said])
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ProtocolError, match=r"is it a kvxfer engine\?"):
+        with pytest.raises(ProtocolError, match=sentence):
             RpcClient(f"tcp://127.0.0.1:{port}", connect_timeout_s=30)
         thread.join()
 
