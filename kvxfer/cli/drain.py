@@ -15,8 +15,9 @@ from kvxfer.config import Config, load_config
 from kvxfer.connector.control import HARD_LIMIT_NBYTES
 from kvxfer.connector.peer_session import Failure
 from kvxfer.doctor.engines import greeting
+from kvxfer.doctor.host import why_unreachable
 from kvxfer.errors import ConfigError, KvxferError, PeerLost
-from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.manifest import RankManifest, parse_endpoint
 from kvxfer.transfer.wire import Drain, Draining, Malformed, Ping, decode_to_sink, encode
 from kvxfer.transports.channel import Bounds, Dealer
 from kvxfer.transports.guard import nearest_endpoint
@@ -35,6 +36,8 @@ def run_drain(options: DrainOptions) -> bool:
     config = with_folder_keys(load_config({}).config)
     endpoint = endpoint_of(config, options.endpoint)
     timeout_s = options.timeout_s or config.drain_timeout_s
+    if problem := why_unreachable(*parse_endpoint(endpoint), config.connect_timeout_s):
+        raise PeerLost(f"{endpoint}: {problem}")
     with greeting(config, endpoint) as greeted:
         if isinstance(greeted, Failure):
             raise PeerLost(greeted.detail)

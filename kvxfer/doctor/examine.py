@@ -43,6 +43,10 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     except ConfigError as exc:
         yield rows.failed_row("host", State.FAIL, str(exc), "name an address of this machine")
         return
+    if not host.is_of_this_machine(address):
+        seen = f"expected an address of this machine, got {config.host}"
+        yield Row("host", State.FAIL, seen, "name the address of one of its interfaces")
+        return
     try:
         config = with_folder_keys(config)
     except ConfigError as exc:

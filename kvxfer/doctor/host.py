@@ -107,6 +107,16 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
+def is_of_this_machine(address: str) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as tried:
+        try:
+            tried.bind((address, 0))
+        except OSError as exc:
+            return exc.errno != errno.EADDRNOTAVAIL
+    return True
+
+
 def why_not_free(address: str, port: int) -> str:
     """Why nobody can listen there now; "" if one can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

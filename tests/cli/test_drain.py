@@ -96,8 +96,7 @@ def test_the_command_waits_until_nothing_is_open(
 
 
 def test_who_is_not_there_cannot_be_drained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVXFER_CONNECT_TIMEOUT_S", "0.2")
-    with pytest.raises(PeerLost, match="127.0.0.1:9"):
+    with pytest.raises(PeerLost, match="127.0.0.1:9: nobody listens there; start the engine, or"):
         run_drain(DrainOptions(endpoint="127.0.0.1:9"))
     monkeypatch.setenv("KVXFER_PORT", "5700-5710")
     with pytest.raises(ConfigError, match="ENDPOINT: expected HOST:PORT, got none"):

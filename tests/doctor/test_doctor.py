@@ -29,6 +29,7 @@ from kvxfer.doctor import child as child_module
 from kvxfer.doctor import engines, examine, host
 from kvxfer.doctor.child import Child, call
 from kvxfer.doctor.rows import Row, State, status
+from kvxfer.engine.rpc import RpcServer
 from kvxfer.errors import ConfigError
 from kvxfer.transfer import wire
 from kvxfer.transfer.wire import Reason
@@ -80,6 +81,26 @@ def listener(answer: bytes = b"") -> Iterator[int]:
         threading.Thread(target=serve, daemon=True).start()
         yield server.getsockname()[1]
         server.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def requests_at() -> Iterator[str]:
+    """The request channel of a reference engine, which answers what it does not understand."""
+    ended = threading.Event()
+    with zmq.Context() as context, closing(RpcServer(context, "127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while not ended.is_set():
+                server.socket.poll(20)
+                server.receive()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.endpoint
+        finally:
+            ended.set()
+            thread.join()
 
 
 # ------------------------------------------------------------------ on one host
@@ -139,10 +160,10 @@ def test_an_address_of_another_machine() -> None:
     (row,) = look(host="no-such-host.invalid").values()
     assert (row.thing, row.state) == ("host", State.FAIL)
     assert "no-such-host.invalid" in row.seen
-    rows = look(host="192.0.2.1")
-    assert "port" in failing(rows)
-    assert "choice" in failing(rows)
-    assert "host: expected an address of this machine" in rows["choice"].seen
+    (row,) = look(host="192.0.2.1").values()
+    assert (row.thing, row.state) == ("host", State.FAIL)
+    assert row.seen == "expected an address of this machine, got 192.0.2.1"
+    assert row.remedy == "name the address of one of its interfaces"
 
 
 def test_a_library_that_crashes_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +314,14 @@ def test_a_port_that_is_not_kvxfers(answer: bytes) -> None:
     assert row.state is State.FAIL
     assert "did not say within 1 s who it is" in row.seen
     assert "kvxfer engine" in row.seen + row.remedy
+
+
+def test_the_port_where_a_reference_engine_takes_requests() -> None:
+    with requests_at() as endpoint:
+        row = look(endpoint, **PATIENT)["peer engine"]
+    assert row.state is State.FAIL
+    assert row.seen.endswith("expected the port of its KV, got the one where it takes requests")
+    assert row.remedy == "name the address that its first line gives after 'KV at'"
 
 
 def test_a_peer_that_the_settings_do_not_admit() -> None:
