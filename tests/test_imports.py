@@ -19,7 +19,7 @@ import kvxfer
 ROOT = Path(__file__).parents[1]
 # A room imports itself and rooms of earlier levels, never another one of its own level.
 LEVELS: list[set[str]] = [
-    {"errors", "log_limit", "bounded"},
+    {"errors", "extras", "log_limit", "bounded"},
     {"ports"},
     {"config"},
     {"cache"},
@@ -34,7 +34,7 @@ LEVELS: list[set[str]] = [
     {"cli"},
     {"__init__", "__main__"},
 ]
-PURE = {"errors", "log_limit", "bounded", "ports", "config", "cache", "transfer"}
+PURE = {"errors", "extras", "log_limit", "bounded", "ports", "config", "cache", "transfer"}
 HEAVY = {
     *("torch", "triton", "zmq", "ucxx", "nixl", "cuda", "transformers", "tokenizers"),
     *("aiohttp", "prometheus_client"),

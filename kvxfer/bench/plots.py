@@ -8,6 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvxfer.extras import install
 from kvxfer.transfer.costs import size_text
 
 MOST_LINES = 8
@@ -95,7 +96,7 @@ def draw(path: Path, plot: Plot | Timeline, conditions: Sequence[str]) -> bool:
     try:
         import matplotlib as mpl
     except ImportError:
-        print("plot: expected matplotlib, found none; install kvxfer[bench]")
+        print(f"plot: expected matplotlib, found none; {install('bench')}")
         return False
     mpl.use("Agg")
     from matplotlib import pyplot as plt

@@ -39,6 +39,7 @@ import msgspec
 
 from kvxfer.cache.specs import check_positive
 from kvxfer.config import load_config
+from kvxfer.extras import install
 
 ExtraKey: TypeAlias = tuple[str | int | bytes, ...]
 """One fact besides the tokens, its kind first: ("lora", name, path), ("mm", identifier, offset),
@@ -224,7 +225,7 @@ def _needed(package: str, name: str) -> Any:  # noqa: ANN401 - a module
     except ModuleNotFoundError as exc:
         raise ModuleNotFoundError(
             f"hash function {name}: expected the package {package}, got none; "
-            "install kvxfer[vllm-names]"
+            + install("vllm-names")
         ) from exc
 
 

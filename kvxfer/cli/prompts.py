@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from kvxfer.errors import ConfigError
+from kvxfer.extras import install
 
 _EncodeText = Callable[[str], Sequence[int]]
 _DecodeText = Callable[[Sequence[int]], str]
@@ -156,7 +157,7 @@ def _tokenizer(model: str | None) -> Any:  # noqa: ANN401 - the package has no t
     except ImportError as e:
         raise ConfigError(
             f"{file}: expected the package tokenizers to read it, got none; "
-            "install kvxfer[engine], or give prompt_token_ids"
+            f"{install('engine')}, or give prompt_token_ids"
         ) from e
     try:
         return Tokenizer.from_file(str(file))

@@ -7,6 +7,7 @@ import logging
 import signal
 
 from kvxfer.errors import ConfigError
+from kvxfer.extras import install
 from kvxfer.proxy.settings import ProxySettings
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -23,7 +24,7 @@ def run_proxy(settings: ProxySettings, log_level: str) -> int:
         if e.name not in ("aiohttp", "prometheus_client"):
             raise
         raise ConfigError(
-            f"kvxfer proxy: needs {e.name}, which is not installed; pip install 'kvxfer[proxy]'"
+            f"kvxfer proxy: needs {e.name}, which is not installed; {install('proxy')}"
         ) from e
     return asyncio.run(_serve(settings))
 

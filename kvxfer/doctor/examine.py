@@ -17,6 +17,7 @@ from kvxfer.doctor.child import Child, call
 from kvxfer.doctor.engines import Choices
 from kvxfer.doctor.rows import Row, State
 from kvxfer.errors import ConfigError, PeerLost
+from kvxfer.extras import install
 from kvxfer.tensors.shared_memory import boot_id
 from kvxfer.transfer.manifest import CudaIpcHandle, EngineManifest, MemfdHandle, parse_endpoint
 from kvxfer.transfer.wire import Reason
@@ -61,7 +62,8 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
         yield rows.port_row(address, wanted.name, f"{wanted}", problem, owner)
     config = replace(config, port=0, data_port=0)  # an engine in service may have the others
     for wire in host.LIBRARIES:
-        yield rows.library_row(wire, host.versions(wire))
+        how = install(host.EXTRAS.get(wire, wire))
+        yield rows.library_row(wire, host.versions(wire), how)
     found = call(config, _GPUS_S, gpus.looking)
     yield from _gpu_rows(config, found)
     device = torch.device("cuda", 0) if found and not isinstance(found, Failure) else HOST

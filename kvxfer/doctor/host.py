@@ -26,6 +26,8 @@ LIBRARIES = {
     "nixl": ("nixl",),
 }
 """The packages of each wire."""
+EXTRAS = {"cuda_ipc": "cuda"}
+"""Of kvxfer's, where it is not called as the wire."""
 _MAY_BE_OF_THE_SYSTEM = ("libucx-cu13",)
 _MIB = 1 << 20
 _LISTEN = "0A"

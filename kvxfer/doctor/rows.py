@@ -85,15 +85,14 @@ def port_row(address: str, setting: str, ports: str, problem: str, owner: str) -
     return Row(setting, State.FAIL, seen, remedy)
 
 
-def library_row(wire: str, versions: Mapping[str, str]) -> Row:
-    """``versions``: of the wire's packages; "" for one that is missing."""
+def library_row(wire: str, versions: Mapping[str, str], install: str) -> Row:
+    """``versions``: of the wire's packages; "" for one that is missing. ``install``: how to have
+    them.
+    """
     seen = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
     if all(versions.values()):
         return Row(f"library {wire}", State.OK, seen)
-    extra = {"cuda_ipc": "cuda"}.get(wire, wire)
-    return Row(
-        f"library {wire}", State.SKIPPED, seen, f"if you want it: pip install 'kvxfer[{extra}]'"
-    )
+    return Row(f"library {wire}", State.SKIPPED, seen, f"if you want it: {install}")
 
 
 def gpu_rows(gpus: Sequence[GpuFacts]) -> list[Row]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvxfer.connector.metrics import Exporter, Kind, Tables
 from kvxfer.errors import ConfigError
+from kvxfer.extras import install
 
 PREFIX = "kvxfer_"
 _FRESH_S = 2.0
@@ -26,7 +27,7 @@ class MetricsServer:
             import prometheus_client as client
         except ImportError as e:
             raise ConfigError(
-                "metrics: prometheus-client is not installed; pip install 'kvxfer[metrics]'"
+                f"metrics: prometheus-client is not installed; {install('metrics')}"
             ) from e
         registry = client.CollectorRegistry()
         registry.register(self)  # first: what follows is then fresh

@@ -29,6 +29,7 @@ from kvxfer.engine.model_config import (
 )
 from kvxfer.engine.state import StateWeights
 from kvxfer.errors import ModelError
+from kvxfer.extras import install
 
 # The order of float32 summation (TP 1 against 2 and 4) moved the tiny model's logits by at most
 # 1e-5
@@ -127,7 +128,7 @@ def _open_safetensors(folder: Path) -> Iterator[_Safetensors]:
     try:
         safetensors = importlib.import_module("safetensors")
     except ImportError as exc:
-        raise ModelError("safetensors is not installed; install kvxfer[engine]") from exc
+        raise ModelError(f"safetensors is not installed; {install('engine')}") from exc
     handles: dict[str, Any] = {}
     with ExitStack() as stack:
         for file in weight_files(folder):

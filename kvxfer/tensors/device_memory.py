@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvxfer.errors import TransportUnavailable
+from kvxfer.extras import install
 from kvxfer.tensors.cuda_driver import CudaError, CurrentContext, driver
 from kvxfer.tensors.shared_memory import boot_id, check_same_host
 from kvxfer.transfer.manifest import CudaIpcHandle
@@ -173,7 +174,7 @@ def _bindings() -> ModuleType:
         return importlib.import_module("cuda.bindings.driver")  # optional, and without types
     except ImportError as exc:
         raise TransportUnavailable(
-            f"cuda_ipc: expected the cuda-bindings package, got {exc}; install it with kvxfer[cuda]"
+            f"cuda_ipc: expected the cuda-bindings package, got {exc}; {install('cuda')}"
         ) from exc
 
 

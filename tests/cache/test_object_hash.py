@@ -164,5 +164,5 @@ def test_a_package_that_is_not_there(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ModuleNotFoundError, match=f"the package {package}, got none; install"):
+    with pytest.raises(ModuleNotFoundError, match=f"the package {package}, got none; pip install "):
         get_hash_fn_by_name(name)

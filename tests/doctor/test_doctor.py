@@ -185,6 +185,15 @@ def test_a_library_that_crashes_is_a_row(tmp_path: Path, monkeypatch: pytest.Mon
     assert failing(rows) == ["wire nixl", "choice"]
 
 
+@pytest.mark.skipif(all(host.versions("cuda_ipc").values()), reason="nothing is missing")
+def test_a_library_that_is_missing_and_how_to_have_it() -> None:
+    """Without kvxfer's own name: no index has it."""
+    with listener() as port:
+        pass
+    row = look(f"tcp://127.0.0.1:{port}")["library cuda_ipc"]
+    assert row.remedy == "if you want it: pip install 'cuda-bindings>=13' 'triton>=3.2'"
+
+
 # ------------------------------------------------------------------ processes
 
 

@@ -154,7 +154,7 @@ def test_without_the_extra() -> None:
     assert ran.returncode == 2
     assert ran.stderr == (
         "kvxfer: error: kvxfer proxy: needs aiohttp, which is not installed; "
-        "pip install 'kvxfer[proxy]'\n"
+        "pip install 'aiohttp>=3.12' 'prometheus-client>=0.20'\n"
     )
 
 
