@@ -14,7 +14,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any, Final, Literal, get_args
@@ -271,11 +271,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return any(network is not None and address in network for network in networks)
 
 
+_DEFAULTS: Final = {field.name: field.default for field in msgspec.structs.fields(Config)}
+
+
 class LoadedConfig(msgspec.Struct, frozen=True):
     """A config and, for each of its fields, where the value came from."""
 
     config: Config
     origins: dict[str, Origin]
+
+
+def unknown_name(name: str, known: Sequence[str], where: str) -> str:
+    why = f"expected a setting of kvxfer, got an unknown name ({where})"
+    return f"{name}: {why}; {_did_you_mean(name, known)}"
+
+
+def _did_you_mean(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """``prefix``: of all of them; compared with it, short names would all be near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"did you mean {prefix}{near[0]}?"
+    return f"known are {', '.join(prefix + each for each in known)}"
 
 
 def not_admitted(host: str) -> str:
@@ -310,10 +326,7 @@ def load_config(
     for origin, found in sources:
         for name, value in found.items():
             if name not in Config.__struct_fields__:
-                raise ConfigError(
-                    f"{name}: expected a setting of kvxfer, got an unknown name ({origin}); "
-                    f"known are {', '.join(Config.__struct_fields__)}"
-                )
+                raise ConfigError(unknown_name(name, Config.__struct_fields__, origin))
             if value is not None and name not in values:
                 values[name], origins[name] = _from_text(name, value), origin
     _check_one_source_of_keys(values)
@@ -383,12 +396,10 @@ def _is_of_a_service(rest: str, text: str) -> bool:
 def _warn_of(rest: str) -> None:
     """Somebody's mistake, or another program's variable: it is heard, and stops nothing."""
     known = [field.upper() for field in Config.__struct_fields__]
-    near = difflib.get_close_matches(rest.upper(), known, n=1)
     log.warning(
-        "%s: no setting of kvxfer, ignored; %sknown are %s",
+        "%s: no setting of kvxfer, ignored; %s",
         ENV_PREFIX + rest,
-        f"did you mean {ENV_PREFIX + near[0]}? " if near else "",
-        ", ".join(ENV_PREFIX + name for name in known),
+        _did_you_mean(rest.upper(), known, ENV_PREFIX),
     )
 
 
@@ -445,6 +456,8 @@ def _explained(
     }
     if name in choices:
         reason = f"expected one of {', '.join(choices[name])}"
+    elif isinstance(_DEFAULTS[name], bool):
+        reason = "expected true or false, 1 or 0"
     else:
         reason = reason[:1].lower() + reason[1:].partition(", got")[0].replace(" | null", "")
     return ConfigError(f"{name}: {reason}, got {got} ({origins[name]})")
@@ -489,10 +502,12 @@ def _check_staging(config: Config) -> None:
 def _check_order(config: Config) -> None:
     for shorter, longer, why in _ORDERED:
         small, large = getattr(config, shorter), getattr(config, longer)
-        if small >= large:
-            raise ConfigError(
-                f"{shorter}: expected less than {longer} ({large}), got {small}; {why}"
-            )
+        if small < large:
+            continue
+        name, relation, other, got, bound = shorter, "less", longer, small, large
+        if small == _DEFAULTS[shorter]:  # whoever is to mend it has set the other one
+            name, relation, other, got, bound = longer, "more", shorter, large, small
+        raise ConfigError(f"{name}: expected {relation} than {other} ({bound}), got {got}; {why}")
 
 
 def _check_peers(config: Config) -> None:

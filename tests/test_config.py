@@ -195,9 +195,13 @@ def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
         ({"chunk_nbytes": 1.5}, "chunk_nbytes: expected `int`, got 1.5 (argument)"),
         ({"control_max_nbytes": -4}, "control_max_nbytes: expected a finite number above 0, got"),
         ({"min_gbps": 0.0}, "min_gbps: expected a finite number above 0, got 0.0"),
+        ({"lease_s": 1}, "lease_s: expected more than keep_s (5.0), got 1.0; a lease must"),
         ({"keep_s": 30}, "keep_s: expected less than lease_s (30.0), got 30.0; a lease must"),
         ({"lease_s": 481}, "lease_s: expected less than max_hold_s (480.0), got 481.0"),
-        ({"bind_tokens": "maybe"}, "bind_tokens: expected `bool`, got 'maybe' (argument)"),
+        (
+            {"bind_tokens": "maybe"},
+            "bind_tokens: expected true or false, 1 or 0, got 'maybe' (argument)",
+        ),
         ({"allowed_peers": ["10.0.0.1/8"]}, "allowed_peers: expected names, addresses and ranges"),
         ({"allowed_peers": ["127.1"]}, "allowed_peers: expected names, addresses and ranges"),
         ({"allowed_peers": ["a b"]}, "allowed_peers: expected names, addresses and ranges"),
@@ -218,7 +222,7 @@ def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
         ),
         (
             {"lease": 1},
-            "lease: expected a setting of kvxfer, got an unknown name (argument); known",
+            "lease: expected a setting of kvxfer, got an unknown name (argument); did",
         ),
     ],
 )
@@ -232,6 +236,15 @@ def test_says_which_source_was_wrong() -> None:
         load(environ={"KVXFER_PORT": "x"})
     with pytest.raises(ConfigError, match=r"lease: .* unknown name \(engine\)"):
         load({}, {"lease": 1})
+    with pytest.raises(ConfigError, match=r"lease_s: expected more than keep_s .* \(environment\)"):
+        load(environ={"KVXFER_LEASE_S": "1"})
+
+
+def test_an_unknown_name_is_a_near_one_or_gets_the_list() -> None:
+    with pytest.raises(ConfigError, match=r"; did you mean lease_s\?$"):
+        load({"leas_s": 1})
+    with pytest.raises(ConfigError, match="; known are transport, host, port, "):
+        load({"zzzz": 1})
 
 
 @pytest.mark.parametrize(
@@ -241,7 +254,7 @@ def test_says_which_source_was_wrong() -> None:
             "KVXFER_LEASE",
             "KVXFER_LEASE: no setting of kvxfer, ignored; did you mean KVXFER_LEASE_S?",
         ),
-        ("KVXFER_ALOWED_PEERS", "did you mean KVXFER_ALLOWED_PEERS? known are KVXFER_TRANSPORT, "),
+        ("KVXFER_ALOWED_PEERS", "ignored; did you mean KVXFER_ALLOWED_PEERS?"),
         ("KVXFER_ZZZZ", "KVXFER_ZZZZ: no setting of kvxfer, ignored; known are KVXFER_TRANSPORT, "),
         ("KVXFER_PORTS", "did you mean KVXFER_PORT?"),
     ],
@@ -254,6 +267,7 @@ def test_unknown_variables_are_heard_and_stop_nobody(
     (record,) = caplog.records
     assert (record.levelname, record.name) == ("WARNING", "kvxfer.config")
     assert said in record.getMessage()
+    assert ("known are" in record.getMessage()) is ("did you mean" not in said)
     assert "s3cret" not in record.getMessage()
 
 

@@ -96,11 +96,11 @@ ROOT_TOO = "logging.basicConfig(level='ERROR', format='root %(message)s')\n"
 @pytest.mark.parametrize(
     ("code", "line"),
     [
-        (BY_VLLM + "{show}" + SAY, "vllm wire shm"),
-        ("{show}" + BY_VLLM + SAY, "vllm wire shm"),
+        (BY_VLLM + "{show}" + SAY, "vllm kvxfer: wire shm"),
+        ("{show}" + BY_VLLM + SAY, "vllm kvxfer: wire shm"),
         ("{show}" + SAY, "[kvxfer.connector] wire shm"),
         (BY_VLLM + ROOT_TOO + "{show}" + SAY, "root wire shm"),
-        (BY_VLLM + "{show}" + ROOT_TOO + SAY, "vllm wire shm"),
+        (BY_VLLM + "{show}" + ROOT_TOO + SAY, "vllm kvxfer: wire shm"),
         (BY_VLLM + "logging.getLogger('kvxfer').setLevel('INFO')\n{show}" + SAY, ""),
     ],
 )
@@ -131,8 +131,13 @@ def test_what_the_class_says() -> None:
     assert supports_hma(KvxferConnector)
     assert KvxferConnector.get_required_kvcache_layout(object()) is None
     assert KvxferConnector.supports_sleep_mode(object()) is False
-    assert not KvxferConnector.requires_piecewise_for_cudagraph({})
+    assert not KvxferConnector.requires_piecewise_for_cudagraph({"lease_s": 60})
     assert KvxferConnector._cache_hit_source == "p2p"
+
+
+def test_a_key_that_is_spelt_wrong_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"leas_s: .* did you mean lease_s\?"):
+        KvxferConnector.requires_piecewise_for_cudagraph({"leas_s": 60})
 
 
 def test_several_groups_need_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,9 @@ def test_ranks_of_prefill_context_parallelism_are_ranks_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra": {"lease": 9}}, r"lease: expected a setting of kvxfer.* \(engine\)"),
+        ({"extra": {"lease": 9}}, r"lease: .*\(kv_connector_extra_config\); did you mean lease_s"),
+        ({"extra": {"weight_identity": "w"}}, r"did you mean weights_identity\?"),
+        ({"extra": {"zzzz": 1}}, "known are transport, .*, weights_identity, switch_interval_s"),
         ({"extra": {"lease_s": "long"}}, r"lease_s: expected `float`.* \(engine\)"),
         ({"extra": {"weights_identity": 3.5}}, "kv_connector_extra_config: .*weights_identity"),
         ({"extra": {"switch_interval_s": 0}}, "switch_interval_s: expected above 0"),

@@ -28,7 +28,7 @@ from kvxfer.integrations.vllm.facts import cache_facts, cache_model, num_own_tok
 from kvxfer.integrations.vllm.plugin import register, show_logs
 from kvxfer.integrations.vllm.regions import locate
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
-from kvxfer.integrations.vllm.settings import Settings, read_settings
+from kvxfer.integrations.vllm.settings import Settings, check_names, read_settings
 from kvxfer.integrations.vllm.stats import KvxferPromMetrics, KvxferStats, rebuilt
 from kvxfer.integrations.vllm.step_loads import is_engines_own, why_never, why_not_heard
 from kvxfer.integrations.vllm.worker import WorkerSide
@@ -201,6 +201,14 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """None: kvxfer asks for no layout of its own."""
         return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: there is nothing to do in a layer. vLLM asks while it reads its command line, if it
+        captures whole graphs: a key that is spelt wrong is refused before anything is loaded.
+        """
+        check_names(extra_config)
+        return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import suppress
 
@@ -40,8 +41,14 @@ class _ToVllm(logging.Handler):
         self._plain.setFormatter(logging.Formatter(PLAIN))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """To each of them past its level; its filters count."""
-        for handler in logging.getLogger("vllm").handlers or (self._plain,):
+        """To each of them past its level; its filters count. vLLM's format names no logger, only a
+        file: the message says whose it is.
+        """
+        theirs = logging.getLogger("vllm").handlers
+        if theirs:
+            record = copy.copy(record)
+            record.msg = f"kvxfer: {record.msg}"
+        for handler in theirs or (self._plain,):
             handler.handle(record)
 
 

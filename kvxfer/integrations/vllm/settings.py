@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvxfer.config import ENV_PREFIX, Config, LoadedConfig, load_config, variables_of
+from kvxfer.config import ENV_PREFIX, Config, LoadedConfig, load_config, unknown_name, variables_of
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import CacheFacts, EngineIdentity
 
@@ -160,8 +160,16 @@ def _extra_config(transfer: Any) -> Mapping[str, Any]:
     return getattr(transfer, "kv_connector_extra_config", None) or {}
 
 
+def check_names(extra: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a key that neither kvxfer nor NixlConnector has."""
+    known = (*Config.__struct_fields__, *PluginSettings.__struct_fields__)
+    for name in extra.keys() - _NIXL_KEYS.keys() - set(known):
+        raise ConfigError(unknown_name(name, known, "kv_connector_extra_config"))
+
+
 def split_settings(extra: Mapping[str, Any]) -> tuple[PluginSettings, dict[str, Any]]:
-    """The plugin's own keys, and the rest. Raises ConfigError for other types."""
+    """The plugin's own keys, and the rest. Raises ConfigError for other names and types."""
+    check_names(extra)
     ours = PluginSettings.__struct_fields__
     given = {name: value for name, value in extra.items() if name in ours}
     try:
