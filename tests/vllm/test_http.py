@@ -137,8 +137,9 @@ def test_log_lines_of_both_sides_are_in_the_log_of_vllm(
     for _ in range(2):
         decode.complete(tokens, 1, kv_transfer_params=params)
     log = decode.process.log()
-    line = r"{} \d\d-\d\d [\d:]+ \[[\w./]+:\d+\] {}"
+    line = r"{} \d\d-\d\d [\d:]+ \[[\w./]+:\d+\] kvxfer: {}"
     assert len(re.findall(line.format("INFO", r"engine \S+ at \S+, met in \d+ ms"), log)) == 1
+    assert len(re.findall(line.format("INFO", r"version \S+: engine \S+ takes KV at"), log)) == 1
     said = r"request \S+: KV not used: not_allowed: allowed_peers of this engine does not admit"
     assert len(re.findall(line.format("ERROR", said), log)) == 1
     assert decode.metric("vllm:kvxfer_pairs_unusable_total") == 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import kvxfer
 from kvxfer.connector.metrics import PHASES, TOTAL, times_of
 from tests.vllm.scheduler_rig import BLOCK, OFFERED, Engine, Status
 from tests.vllm.test_reports import prompt
@@ -58,6 +59,16 @@ def test_engines_that_only_take_kv_start_on_one_host(
         engine.worker.get_handshake_metadata().manifest.control_endpoint for engine in engines
     }
     assert len(endpoints) == 2
+
+
+def test_an_engine_says_once_where_it_listens(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvxfer.integrations")
+    engine = make_engine(role="kv_producer")
+    endpoint = engine.worker.get_handshake_metadata().manifest.control_endpoint
+    (line,) = [m for m in caplog.messages if m.startswith(f"version {kvxfer.__version__}: engine ")]
+    assert f" gives KV at {endpoint}; 1 ranks, transport " in line
 
 
 def test_bytes_arrive_and_blocks_come_back(pair: tuple[Engine, Engine]) -> None:

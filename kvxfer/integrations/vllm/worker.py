@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -24,7 +26,7 @@ from kvxfer.integrations.vllm.compat import (
 from kvxfer.integrations.vllm.regions import ClearedGroup, Located
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_worker
-from kvxfer.transfer.manifest import CacheFacts, RankId
+from kvxfer.transfer.manifest import CacheFacts, RankId, RankManifest
 
 _IDLE_WAIT_S = (0.0002, 0.02)
 """How long a step that computes nothing waits for a transfer to end, at least and at most."""
@@ -35,6 +37,7 @@ worst; behind a load of 50 ms, 1 ms. Ranks in step do not wait: every other rank
 that much longer, and the pace is a forward pass anyway.
 """
 
+_log = logging.getLogger("kvxfer.integrations")
 _Locate = Callable[[Mapping[str, Tensor]], Located]
 
 
@@ -89,6 +92,22 @@ class WorkerSide:
         )
         core.register_kv_caches(located.regions, located.memory)
         self._core, self._cleared, self._drafts = core, located.cleared, located.drafts
+        if self._rank == RankId(0, 0):
+            self._tell_where(core.get_handshake_metadata())
+
+    def _tell_where(self, manifest: RankManifest) -> None:
+        """Once for an engine, by its front door: what peers, doctor and drain are told."""
+        settings = self._settings
+        does = {(True, True): "gives and takes", (True, False): "gives", (False, True): "takes"}
+        _log.info(
+            "version %s: engine %s %s KV at %s; %d ranks, transport %s",
+            vars(sys.modules["kvxfer"])["__version__"],
+            settings.engine_id,
+            does[settings.can_send, settings.can_receive],
+            manifest.control_endpoint,
+            settings.tp_size * settings.pp_size,
+            settings.config.transport,
+        )
 
     def get_handshake_metadata(self) -> KvxferHandshake:
         """What the scheduler side needs to know of this rank."""
