@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,7 +37,9 @@ class Ledger:
     an entry that it misses is there for its next step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_drain: Callable[[], object] = lambda: None) -> None:
+        """``on_drain``: called first when the engine is told to drain, on any thread."""
+        self._on_drain = on_drain
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._sent: set[str] = set()
@@ -92,6 +94,7 @@ class Ledger:
 
     def drain(self) -> None:
         """Have the engine's next step hear that it is to drain; an idle engine makes one."""
+        self._on_drain()
         with self._lock:
             self._must_drain = True
             self._wake()

@@ -76,6 +76,8 @@ class WorkerConnector:
         ready_event: replaces the event that offers wait for: called at the end of a step, and at
           the begin of one whose new offers have tokens in the engine's prefix cache; what it
           returns tells whether the KV that was launched before is complete.
+        on_drain: called on any thread when the engine is told to drain, before whoever tells it
+          has an answer. For an engine whose ranks do not step by themselves.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class WorkerConnector:
         can_leave_unhashed: bool = False,
         device: torch.device = HOST,
         ready_event: Callable[[], IsReady] | None = None,
+        on_drain: Callable[[], object] = lambda: None,
     ) -> None:
         self._config = config.for_rank(rank.pp * engine.tp_size + rank.tp)
         self._identity = Identity(engine.engine_id, engine.incarnation, rank)
@@ -94,7 +97,7 @@ class WorkerConnector:
         self._can_leave_unhashed = can_leave_unhashed
         self._device = device
         self._ready_event = ready_event or self._record_ready
-        self._ledger = Ledger()
+        self._ledger = Ledger(on_drain)
         self._gauges: dict[str, float] = {}
         self._service: RankService | None = None
         self._borrower: Borrower | None = None

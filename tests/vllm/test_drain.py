@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -67,6 +68,27 @@ def test_an_engine_that_sleeps_serves_what_is_pinned(make_engine: MakeEngine) ->
         sink.run_until(lambda: request.status == Status.RUNNING)
         until(lambda: ask() == Draining(0, is_heard=False))
     source.run_until(source.is_quiet)
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_an_engine_that_sleeps_offers_nothing_after_the_answer(
+    make_engine: MakeEngine, is_seen: bool
+) -> None:
+    """Nothing that a rank reports reaches its scheduler before the next request. Where the memory
+    of no rank can be seen, that one is still offered.
+    """
+    source = make_engine(role="kv_producer")
+    if not is_seen:
+        said = dataclasses.replace(source.worker.get_handshake_metadata(), drain_flag=None)
+        source.connector.scheduler_side.set_xfer_handshake_metadata_pp_aware({(0, 0): said})
+    with asking(endpoint_of(source)) as ask:
+        assert ask() == Draining(0, is_heard=False)
+        source.request("q", prompt(60, seed=3), OFFERED, max_tokens=1)
+        source.run()
+        assert (source.params_of("q") == dict(NOT_OFFERED_PARAMS)) is is_seen
+        source.request("r", prompt(60, seed=4), OFFERED, max_tokens=1)
+        source.run()
+        assert source.params_of("r") == dict(NOT_OFFERED_PARAMS)
 
 
 def test_a_decode_engine_loads_nothing_more(make_engine: MakeEngine) -> None:

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.connector.records import ConnectorMetadata, FoundOffer, NearSources
 from kvxfer.errors import ConfigError
-from kvxfer.transfer.manifest import CacheFacts, RankManifest
+from kvxfer.transfer.manifest import CacheFacts, MemfdHandle, RankManifest
 
 
 def _unset() -> msgspec.UnsetType:
@@ -100,11 +100,13 @@ class KvxferHandshake(_KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What one rank says of itself and of its engine, whose ranks all say the same.
 
     ``incarnation``: 16 random bytes that the ranks agreed on, one registration of their pools.
+    ``drain_flag``: see :mod:`~kvxfer.integrations.vllm.drain_flag`.
     """
 
     incarnation: bytes
     facts: CacheFacts
     manifest: RankManifest
+    drain_flag: MemfdHandle | None = None
 
 
 @dataclass(frozen=True)

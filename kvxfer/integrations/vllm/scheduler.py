@@ -31,6 +31,7 @@ from kvxfer.integrations.vllm.compat import (
     KvxferWorkerMetadata,
     check_groups,
 )
+from kvxfer.integrations.vllm.drain_flag import DrainFlagView
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_scheduler
 from kvxfer.integrations.vllm.step_loads import UnprovenKV
@@ -115,6 +116,7 @@ class SchedulerSide:
         self._settings = settings
         self._group_ids = tuple(range(num_groups))
         self._core: SchedulerConnector | None = None
+        self._drain_flags: tuple[DrainFlagView, ...] = ()
         self._incarnation = b""
         self._has_draft = False
         self._failures: dict[str, str] = {}
@@ -164,6 +166,14 @@ class SchedulerSide:
         self._core.set_xfer_handshake_metadata_pp_aware(
             {key: said.manifest for key, said in known.items()}
         )
+        self._close_flags()
+        found = (DrainFlagView.open(said.drain_flag) for said in known.values())
+        self._drain_flags = tuple(flag for flag in found if flag is not None)
+
+    def _close_flags(self) -> None:
+        for flag in self._drain_flags:
+            flag.close()
+        self._drain_flags = ()
 
     def _with_step_loads(self, config: Config) -> Config:
         """Without them, and a line in the log, where this engine cannot have any."""
@@ -183,6 +193,8 @@ class SchedulerSide:
         """A request has arrived. One that cannot be described is run plain, and counted."""
         if self._core is None or not request.kv_transfer_params:
             return
+        if not self._core.is_draining and any(flag.is_set for flag in self._drain_flags):
+            self._core.drain()  # a rank's report would come with the next step only
         view = view_request(request)
         try:
             if view.is_rejected:
@@ -393,7 +405,8 @@ class SchedulerSide:
         return True
 
     def shutdown(self) -> None:
-        """Nothing is held here. Idempotent."""
+        """Idempotent."""
+        self._close_flags()
         if self._core is not None:
             self._core.shutdown()
 

@@ -23,6 +23,7 @@ from kvxfer.integrations.vllm.compat import (
     KvxferMetadata,
     KvxferWorkerMetadata,
 )
+from kvxfer.integrations.vllm.drain_flag import DrainFlag
 from kvxfer.integrations.vllm.regions import ClearedGroup, Located
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_worker
@@ -61,6 +62,7 @@ class WorkerSide:
         self._incarnation = incarnation
         self._locate = locate
         self._core: WorkerConnector | None = None
+        self._drain_flag = DrainFlag()
         self._cleared: tuple[ClearedGroup, ...] = ()
         self._drafts: tuple[ClearedGroup, ...] = ()
         self._is_idle_step = False
@@ -89,6 +91,7 @@ class WorkerSide:
             self._rank,
             can_leave_unhashed=not settings.prefix_caching,
             device=located.memory.device,
+            on_drain=self._drain_flag.set,
         )
         core.register_kv_caches(located.regions, located.memory)
         self._core, self._cleared, self._drafts = core, located.cleared, located.drafts
@@ -111,9 +114,8 @@ class WorkerSide:
 
     def get_handshake_metadata(self) -> KvxferHandshake:
         """What the scheduler side needs to know of this rank."""
-        return KvxferHandshake(
-            self._incarnation, self._facts, self._running().get_handshake_metadata()
-        )
+        manifest = self._running().get_handshake_metadata()
+        return KvxferHandshake(self._incarnation, self._facts, manifest, self._drain_flag.handle)
 
     # -------------------------------------------------- one step
 
@@ -257,6 +259,7 @@ class WorkerSide:
         if core is not None:
             core.serve_open(self._settings.config.drain_timeout_s)
             core.shutdown()
+        self._drain_flag.close()
 
     def _running(self) -> WorkerConnector:
         if self._core is None:
