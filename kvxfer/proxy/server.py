@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -244,7 +245,8 @@ class Proxy:
         self.metrics.without_kv.labels(e.reason.value).inc()
         num = self._without_kv.note((prefill, e.reason), time.monotonic())
         if num:
-            log.warning("decoding without KV (%d requests since the last such line): %s", num, e)
+            requests = "1 request" if num == 1 else f"{num} requests"
+            log.warning("decoding without KV (%s since the last such line): %s", requests, e)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         request_id = find(request.headers.items(), REQUEST_ID) or uuid.uuid4().hex
@@ -291,6 +293,8 @@ class Proxy:
             return
         if seen.state is State.UP:
             log.info("%s is up", engine)
+        elif seen.state is State.DRAINING:
+            log.info("%s drains: requests go to another one, where there is one", engine)
         else:
             log.warning("%s is down: %s", engine, seen.detail)
 
@@ -486,7 +490,10 @@ async def _next_chunk(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def _said(e: BaseException) -> str:
-    """An error in words; a timeout of our own has none."""
+    """An error in words; a timeout of our own has none, and aiohttp's say the address once more."""
+    number = e.os_error.errno if isinstance(e, aiohttp.ClientConnectorError) else None
+    if number is not None and number in errno.errorcode:
+        return os.strerror(number).lower()
     return str(e) or ("no answer in time" if isinstance(e, TimeoutError) else type(e).__name__)
 
 

@@ -82,7 +82,7 @@ def test_what_prefill_offers_no_kv_for_is_computed_by_decode(
             assert await s.failures() == {}
             (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
             assert line.startswith(
-                "decoding without KV (1 requests since the last such line): prefill "
+                "decoding without KV (1 request since the last such line): prefill "
             )
             assert s.prefill[0].url in line
 
@@ -160,6 +160,8 @@ def test_an_engine_that_is_not_there_any_more(side: str) -> None:
                         error = (await reply.json())["error"]
                         assert (reply.status, error["type"]) == (status, reason)
                         assert engine.url in error["message"]
+                        if status == 502:
+                            assert error["message"].endswith(f"{engine.url}: connection refused")
             await run_proxy.__aexit__(None, None, None)
         assert len(calls) == (1 if side == "decode" else 0)
 

@@ -357,7 +357,11 @@ def test_an_error_of_decode_is_no_reason_to_ask_another() -> None:
 DRAINS = b'{"kv_transfer_params":{"do_remote_prefill":false,"kvxfer_refused":"draining"}}'
 
 
-def test_a_prefill_engine_that_drains_has_no_turn_until_it_was_started_anew() -> None:
+def test_a_prefill_engine_that_drains_has_no_turn_until_it_was_started_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvxfer.proxy")
+
     async def scenario() -> None:
         prefill = [FakeEngine("p0", give(200, DRAINS)), FakeEngine("p1", give_params)]
         async with scene(prefill=prefill) as s:
@@ -374,6 +378,9 @@ def test_a_prefill_engine_that_drains_has_no_turn_until_it_was_started_anew() ->
             for _ in range(3):  # it answers /health as before
                 assert await asked() == ["p1", "d0"]
                 assert await state() == "draining"
+            said = f"prefill {prefill[0].url} drains: requests go to another one, where there is"
+            assert len([line for line in caplog.messages if line.startswith(said)]) == 1
+            assert not [line for line in caplog.messages if "is down" in line]
             port = int(prefill[0].url.rpartition(":")[2])
             await prefill[0].stop()
 
