@@ -83,6 +83,16 @@ class EngineGroup:
             raise
 
     def _start(self, host: str, port: int) -> None:
+        try:
+            self._start_ranks(host, port)
+        except (EOFError, ConnectionError) as e:  # the fork server has ended
+            raise errors.KvxferError(
+                f"engine {self.config.engine_id}: its processes did not start; the lines above say "
+                "why"
+            ) from e
+        self._begin_life()
+
+    def _start_ranks(self, host: str, port: int) -> None:
         context = forkserver()
         # Rank 0 last: by then the others' process ids are known.
         for rank in reversed(range(self.config.tp_size)):
@@ -109,7 +119,6 @@ class EngineGroup:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
-        self._begin_life()
 
     def _begin_life(self) -> None:
         self._deadline_s = time.monotonic() + START_TIMEOUT_S

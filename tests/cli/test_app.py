@@ -280,6 +280,33 @@ def test_out_of_blocks_ends_the_run(tmp_path: Path, model: str) -> None:
     assert_nothing_left(process.pid, tmp_path)
 
 
+def test_processes_that_cannot_start_are_an_error_in_one_line(tmp_path: Path, model: str) -> None:
+    """A file of the working folder is taken for a module of Python: by the fork server alone, which
+    Python starts with that folder first in its path.
+    """
+    scripts, here = tmp_path / "bin", tmp_path / "here"
+    for folder in (scripts, here):
+        folder.mkdir()
+    script = scripts / "run.py"
+    script.write_text("from kvxfer.cli.app import main\nif __name__ == '__main__':\n    main()\n")
+    (here / "grp.py").write_text("raise RuntimeError('not the one of Python')\n")
+    ran = subprocess.run(
+        [sys.executable, str(script), "pair", "--model", model, "--limit", "1"],
+        env=environment(tmp_path),
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ran.returncode == WRONG
+    assert ran.stderr.splitlines()[-1] == (
+        "kvxfer: error: engine prefill: its processes did not start; the lines above say why"
+    )
+    assert "not the one of Python" in ran.stderr
+    assert list(tmp_path.glob("kvxfer-*")) == []
+
+
 @pytest.mark.parametrize("when", ["fork server starts", "ranks start"])
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, when: str) -> None:
     trace = ROOT / "tests" / "data" / "conversation_trace_excerpt.jsonl"
