@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from kvxfer.cli.options import DoctorOptions, own_version, parse_address
+from kvxfer.cli.options import DoctorOptions, naming_options, own_version, parse_address
 from kvxfer.config import load_config
 from kvxfer.doctor.examine import examine, wait_for_peers
 from kvxfer.doctor.rows import Row, State, status
@@ -20,7 +20,8 @@ _COLORS = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", Stat
 
 
 def run_doctor(options: DoctorOptions) -> bool:
-    config = load_config({"min_gbps": options.min_gbps}).config
+    with naming_options({"min_gbps": "--min-gbps"}):
+        config = load_config({"min_gbps": options.min_gbps}).config
     console = Console(highlight=False, soft_wrap=True)
 
     def tell(endpoint: str) -> None:

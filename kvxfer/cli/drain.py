@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 import zmq
 
-from kvxfer.cli.options import DrainOptions, parse_address
+from kvxfer.cli.options import DrainOptions, naming_options, parse_address
 from kvxfer.config import Config, load_config
 from kvxfer.connector.control import HARD_LIMIT_NBYTES
 from kvxfer.connector.peer_session import Failure
@@ -33,7 +33,8 @@ def run_drain(options: DrainOptions) -> bool:
     """Whether the engine is empty, or has ended, where that is waited for. Raises KvxferError for
     an engine that is not reached, and for one that takes no such order from here.
     """
-    config = with_folder_keys(load_config({}).config)
+    with naming_options():
+        config = with_folder_keys(load_config({}).config)
     endpoint = endpoint_of(config, options.endpoint)
     timeout_s = options.timeout_s or config.drain_timeout_s
     if problem := why_unreachable(*parse_endpoint(endpoint), config.connect_timeout_s):
@@ -41,13 +42,16 @@ def run_drain(options: DrainOptions) -> bool:
     with greeting(config, endpoint) as greeted:
         if isinstance(greeted, Failure):
             raise PeerLost(greeted.detail)
+    engine_id, num_ranks = greeted.manifest.engine_id, len(greeted.manifest.ranks)
+    # Before anything is said to it: without an address it may be another than was meant.
+    print(f"drain: engine {engine_id} at {endpoint}, {num_ranks} ranks", flush=True)
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         ranks = [
             stack.enter_context(closing(_connect(context, config, rank)))
             for rank in greeted.manifest.ranks
         ]
-        return _drain(ranks, greeted.manifest.engine_id, config, timeout_s, waits=options.wait)
+        return _drain(ranks, engine_id, config, timeout_s, waits=options.wait)
 
 
 def endpoint_of(config: Config, given: str | None) -> str:

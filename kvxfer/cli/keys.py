@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvxfer.cli.terminal import border
+from kvxfer.errors import ConfigError
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the keys.")]
 _Step = Annotated[str | None, typer.Argument(metavar="STEP", help="add, use or drop.")]
@@ -19,6 +22,19 @@ _NEXT = {
 }
 """What is to be done, by the step that is due."""
 
+
+@contextmanager
+def _border(folder: Path) -> Iterator[None]:
+    with border():
+        try:
+            yield
+        except OSError as e:
+            raise ConfigError(
+                f"{folder}: expected a folder that this user can read and write, got "
+                f"{e.strerror or e}; name another one, or see who owns it"
+            ) from e
+
+
 keys = typer.Typer(
     help="Make and rotate the CURVE keys that engines share (curve_keys_dir).",
     no_args_is_help=True,
@@ -28,7 +44,7 @@ keys = typer.Typer(
 @keys.command()
 def make(folder: _Folder) -> None:
     """Make a folder with a key pair. Keys that are there are not replaced."""
-    with border(OSError):
+    with _border(folder):
         from kvxfer.transports.key_folder import make_keys
 
         make_keys(folder)
@@ -43,7 +59,7 @@ def rotate(folder: _Folder, step: _Step = None) -> None:
     add: a next key, which is accepted from now on. use: engines that start from now on take it.
     drop: the key before it is not accepted any more.
     """
-    with border(OSError):
+    with _border(folder):
         from kvxfer.transports.key_folder import rotate_keys
 
         rotate_keys(folder, step)
@@ -55,7 +71,7 @@ def show(folder: _Folder) -> None:
     """Show the public keys, and the step that is due. Exit status 2 for a folder that engines
     refuse.
     """
-    with border(OSError):
+    with _border(folder):
         _show(folder)
 
 

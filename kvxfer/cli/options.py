@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from typer import Argument, Option
 
-from kvxfer.config import ENV_PREFIX
+from kvxfer.config import ENV_PREFIX, OWN_TRANSPORTS
 from kvxfer.engine.config import CPU, CUDA, OnLoadFailure, check_device, place_ranks
 from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.proxy.settings import MAX_BODY_NBYTES, Dispatch, OnMissingKv
@@ -40,18 +40,6 @@ class Dtype(enum.StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     AUTO = "auto"
-
-
-class Wire(enum.StrEnum):
-    """What KV travels by. The same names as in the settings."""
-
-    AUTO = "auto"
-    ZMQ = "zmq"
-    TCP = "tcp"
-    SHM = "shm"
-    CUDA_IPC = "cuda_ipc"
-    UCX = "ucx"
-    NIXL = "nixl"
 
 
 # ------------------------------------------------------------------ options of several commands
@@ -152,7 +140,13 @@ class EngineOptions:
     dtype: Annotated[Dtype, Option(help="Of weights and KV; auto: the model's own.")] = (
         Dtype.FLOAT32
     )
-    transport: Annotated[Wire | None, Option(help="The wire; auto if not given.")] = None
+    transport: Annotated[
+        str | None,
+        Option(
+            help="The wire, kvxfer's own or another package's; auto if not given.",
+            metavar="|".join(OWN_TRANSPORTS),
+        ),
+    ] = None
     step_tokens: Annotated[
         int,
         Option(min=1, help="Tokens of a step, at most; longer prompts are computed in chunks."),
@@ -351,7 +345,7 @@ class DrainOptions:
         str | None,
         Argument(
             help="KV address of the engine; if not given, where one with these KVXFER_ settings "
-            "listens.",
+            "listens, port 5700 unless they say another: name it on a host with several engines.",
             metavar="[HOST:PORT]",
         ),
     ] = None
@@ -411,7 +405,7 @@ _SHARED_NAMES = {
     "dtype": "--dtype",
     "device": "--device",
     "listen": "--listen",
-    **{wire.value: f"--transport {wire}" for wire in Wire},
+    **{wire: f"--transport {wire}" for wire in OWN_TRANSPORTS},
 }
 """Options of all engines by the fields that they set."""
 _FIELD_FIRST = re.compile(r"(engine \S+: )?(\w+)(: .*?)( \((argument|environment)\))?", re.DOTALL)

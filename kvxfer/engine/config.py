@@ -57,7 +57,7 @@ def place_ranks(num_ranks: int, num_devices: int, taken: Collection[int] = ()) -
     Raises ConfigError where there are none.
     """
     if num_devices < 1:
-        raise ConfigError("device: expected at least one CUDA device, got none; say device cpu")
+        raise ConfigError("device: expected at least one CUDA device, got none; say cpu")
     order = sorted(range(num_devices), key=lambda number: (number in taken, number))
     return tuple(islice(cycle(order), num_ranks))
 

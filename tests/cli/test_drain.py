@@ -80,7 +80,9 @@ def test_the_command_waits_until_nothing_is_open(
     assert engine.result("held").kv_transfer_params is not None
     where = engine.group.kv_endpoint.removeprefix("tcp://")
     assert run_drain(DrainOptions(endpoint=where))
-    assert "open" in capsys.readouterr().out
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == f"drain: engine p at tcp://{where}, 2 ranks"
+    assert re.fullmatch("drain: engine p takes nothing new; [12] open", told[1])
     assert not run_drain(DrainOptions(endpoint=where, wait=True, timeout_s=0.5))
     assert "expected it to be empty within 0.5 s" in capsys.readouterr().out
     with pytest.raises(KvxferError, match="drains"):
@@ -100,6 +102,9 @@ def test_who_is_not_there_cannot_be_drained(monkeypatch: pytest.MonkeyPatch) -> 
         run_drain(DrainOptions(endpoint="127.0.0.1:9"))
     monkeypatch.setenv("KVXFER_PORT", "5700-5710")
     with pytest.raises(ConfigError, match="ENDPOINT: expected HOST:PORT, got none"):
+        run_drain(DrainOptions())
+    monkeypatch.setenv("KVXFER_PORT", "all")
+    with pytest.raises(ConfigError, match="^KVXFER_PORT: expected 0 .*got 'all'$"):
         run_drain(DrainOptions())
 
 

@@ -58,7 +58,10 @@ def test_no_secret_is_printed(here: Path) -> None:
         (("rotate", "keys", "use"), "STEP: expected add, got use"),
         (("rotate", "keys", "more"), "STEP: expected add, got more"),
         (("show", "open"), "expected a file for its owner and group only, got mode 0644"),
-        (("make", "file/keys"), "Not a directory"),
+        (
+            ("make", "file/keys"),
+            "file/keys: expected a folder that this user can read and write, got Not a directory; ",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(here: Path, arguments: tuple[str, ...], says: str) -> None:

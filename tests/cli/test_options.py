@@ -24,7 +24,6 @@ from kvxfer.cli.options import (
     PrefillOptions,
     RunOptions,
     SideOptions,
-    Wire,
     address_towards,
     naming_options,
     parse_address,
@@ -186,9 +185,11 @@ def test_settings_order(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert (found.port, found.lease_s, found.log_level) == (3, 7.0, "WARNING")
     assert found.transport == "auto"
-    options = EngineOptions(transport=Wire.ZMQ, log_level="DEBUG")
+    options = EngineOptions(transport="zmq", log_level="DEBUG")
     found = settings(options, defaults={"log_level": "WARNING"})
     assert (found.transport, found.log_level) == ("zmq", "DEBUG")
+    with pytest.raises(ConfigError, match=r"^--transport: expected one of auto, .*, got 'foo'$"):
+        settings(EngineOptions(transport="foo"))
 
 
 def test_engines() -> None:
@@ -265,7 +266,7 @@ def test_devices_are_counted_only_where_that_decides() -> None:
         side(devices=(0, 1)),  # for the engine's settings to refuse
     )
     assert place_sides(sides, count) == sides
-    with pytest.raises(ConfigError, match="device: expected at least one CUDA device, got none"):
+    with pytest.raises(ConfigError, match="--device: .* CUDA device, got none; say cpu"):
         place_sides((side(device="cuda"),), lambda: 0)
 
 

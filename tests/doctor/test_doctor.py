@@ -403,12 +403,18 @@ def test_json_is_the_rows_and_the_status(
         ({"peer": "nonsense"}, "--peer: expected HOST:PORT, got 'nonsense'"),
         ({"peer": "127.0.0.1:0"}, "--peer: expected the port of an engine"),
         ({"listen": True, "peer": "127.0.0.1:1"}, "--listen: expected neither --peer nor --json"),
-        ({"min_gbps": -1.0}, "min_gbps: expected a finite number above 0, got -1.0"),
+        ({"min_gbps": -1.0}, "--min-gbps: expected a finite number above 0, got -1.0"),
     ],
 )
 def test_wrong_use(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         run_doctor(DoctorOptions(**options))
+
+
+def test_a_variable_is_named_as_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_TRANSPORT", "foo")
+    with pytest.raises(ConfigError, match="^KVXFER_TRANSPORT: expected one of auto, .*got 'foo'$"):
+        run_doctor(DoctorOptions())
 
 
 def command(*arguments: str) -> list[str]:
