@@ -188,16 +188,6 @@ class KVOutputAggregator:
                 self._recving.report(request_id, position, self._expected)
 
     def _merged(self, rounds: Sequence[tuple[int, object]]) -> object:
-        sent, received = self._sending.take_completed(), self._recving.take_completed()
-        failed = {
-            request_id: one.reason for request_id, one in received.items() if one.reason is not None
-        }
-        incomplete = {
-            request_id: tuple(sorted(one.incomplete))
-            for request_id, one in received.items()
-            # Blocks of a failed load are given up as a whole.
-            if one.incomplete and request_id not in failed
-        }
         stats, worker_meta, events = None, None, None
         invalid: set[int] = set()
         near: dict[str, NearSources] = {}
@@ -209,6 +199,17 @@ class KVOutputAggregator:
             worker_meta = _added("kv_connector_worker_meta", worker_meta, output)
             events = _joined(events, getattr(output, "kv_cache_events", None))
             invalid |= getattr(output, "invalid_block_ids", None) or set()
+        # Now that nothing is refused any more: who was taken is not reported again
+        sent, received = self._sending.take_completed(), self._recving.take_completed()
+        failed = {
+            request_id: one.reason for request_id, one in received.items() if one.reason is not None
+        }
+        incomplete = {
+            request_id: tuple(sorted(one.incomplete))
+            for request_id, one in received.items()
+            # Blocks of a failed load are given up as a whole.
+            if one.incomplete and request_id not in failed
+        }
         like: Any = rounds[0][1] if rounds else KVConnectorOutput()
         as_set = (
             isinstance(getattr(like, "failed_recving", None), AbstractSet) or "" in failed.values()

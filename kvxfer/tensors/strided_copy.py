@@ -338,7 +338,10 @@ def _cast(
 
 
 def _scales(values: Values, region: int) -> Tensor | None:
-    return torch.tensor(values.scales[region]) if values.scales else None
+    if not values.scales:
+        return None
+    # Named, because an engine may have set others as PyTorch's defaults
+    return torch.tensor(values.scales[region], dtype=torch.float32, device="cpu")
 
 
 def _any_unit(memory: Bytes, offset: int, part: Units) -> NDArray[np.void]:

@@ -330,13 +330,14 @@ def test_statistics_that_add_in_place_do_not_change_a_rank() -> None:
     assert stats == [OwnStats([1]), OwnStats([2]), OwnStats([3])]
 
 
-def test_statistics_of_different_types_are_refused() -> None:
-    outputs = [
-        Output(KVConnectorOutput(kv_connector_stats=KVConnectorStats())),
-        Output(KVConnectorOutput(kv_connector_stats=OwnStats())),  # type: ignore[arg-type]
-    ]
+def test_statistics_of_different_types_are_refused_and_nothing_else_is_lost() -> None:
+    outputs = [received("r"), received("r")]
+    outputs[0].kv_connector_output.kv_connector_stats = KVConnectorStats()
+    outputs[1].kv_connector_output.kv_connector_stats = OwnStats()
+    aggregator = KVOutputAggregator(2)
     with pytest.raises(TypeError, match="expected KVConnectorStats from every rank, got OwnStats"):
-        KVOutputAggregator(2).aggregate(outputs)
+        aggregator.aggregate(outputs)
+    assert merged(aggregator, nothing(), nothing()).finished_recving == {"r"}
 
 
 @dataclass

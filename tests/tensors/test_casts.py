@@ -221,6 +221,21 @@ def test_types_and_scales(pair: Pair, wire: str) -> None:
     check_pair(pair, wire)
 
 
+@pytest.fixture
+def bfloat16_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("bfloat16_by_default")
+@pytest.mark.parametrize("wire", ["direct", "chunks"])
+@pytest.mark.parametrize("scales", ["tensor", "head"])
+def test_scales_are_float32_whatever_an_engine_makes_its_default(wire: str, scales: str) -> None:
+    check_pair(("bfloat16", "none", "float8_e4m3fn", scales), wire)
+
+
 @pytest.mark.parametrize("wire", ["kernel", "kernel chunks"])
 @pytest.mark.parametrize("pair", some_pairs()[1::5], ids="-".join)
 def test_types_and_scales_by_kernel(pair: Pair, wire: str) -> None:
