@@ -98,7 +98,7 @@ def handle_of(transport: str, info: MemoryInfo, name: str, kind: type[H]) -> H:
     handle = info.handle
     if not isinstance(handle, kind):
         raise TransportUnavailable(
-            f"{transport}: expected a handle for {name}, got none; the peer does not offer it"
+            f"{transport}: expected a handle for {name}, got none: nobody else can map it"
         )
     if handle.nbytes != info.nbytes:
         raise TransportUnavailable(

@@ -18,6 +18,7 @@ import torch
 
 from kvxfer.config import variables_kept, variables_of
 from kvxfer.errors import TransportUnavailable
+from kvxfer.extras import install
 from kvxfer.transports.pipe import PipeBroken
 
 Operation = Literal["READ", "WRITE"]
@@ -100,7 +101,7 @@ class _Library:
             self.bindings: Any = import_module("nixl._bindings")
         except ImportError as exc:
             raise TransportUnavailable(
-                f"nixl: expected the package nixl, got {exc}; install kvxfer[nixl]"
+                f"nixl: expected the package nixl, got {exc}; {install('nixl')}"
             ) from exc
         names = [name for name in dir(self.bindings) if name.endswith("Error")]
         self.errors = tuple(getattr(self.bindings, name) for name in names)

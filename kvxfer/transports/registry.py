@@ -12,6 +12,7 @@ import msgspec
 
 from kvxfer.config import OWN_TRANSPORTS, Config
 from kvxfer.errors import ConfigError, TransportUnavailable
+from kvxfer.extras import install
 from kvxfer.tensors.device_memory import Gpu
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transports.base import (
@@ -58,7 +59,7 @@ T = TypeVar("T", DirectSource | SendingSource, DirectSink | ReceivingSink)
 
 def _cuda_ipc_source(memory: LocalMemory, *_: object) -> SourceTransport:
     memory.require("cuda_ipc", "cuda")
-    with _needs("cuda_ipc", "Triton", "kvxfer[cuda]"):
+    with _needs("cuda_ipc", "Triton", "cuda"):
         from kvxfer.transports.cuda_ipc_direct import cuda_ipc_source
     return cuda_ipc_source(memory)
 
@@ -67,7 +68,7 @@ def _cuda_ipc_sink(
     memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake, context: Context
 ) -> SinkTransport:
     memory.require("cuda_ipc", "cuda")
-    with _needs("cuda_ipc", "Triton", "kvxfer[cuda]"):
+    with _needs("cuda_ipc", "Triton", "cuda"):
         from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
     return CudaIpcSink(memory, config, copy_thread, wake, context)
 
@@ -86,13 +87,13 @@ def _tcp_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
 
 
 def _ucx_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    with _needs("ucx", "ucxx", "kvxfer[ucx]"):
+    with _needs("ucx", "ucxx", "ucx"):
         from kvxfer.transports.ucx_pipe import UcxPipe
     return UcxPipe(memory.device, config, wake)
 
 
 def _nixl_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    with _needs("nixl", "NIXL", "kvxfer[nixl]"):
+    with _needs("nixl", "NIXL", "nixl"):
         from kvxfer.transports.nixl_pipe import NixlPipe
     return NixlPipe(memory.device, config)
 
@@ -112,7 +113,7 @@ def _needs(wire: str, library: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as exc:
         raise TransportUnavailable(
-            f"{wire}: expected {library}, got {exc}; install {extra}"
+            f"{wire}: expected {library}, got {exc}; {install(extra)}"
         ) from exc
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
+from kvxfer.extras import install
 from kvxfer.kernels.strided_work import WHOLE_GPU
 from kvxfer.tensors.device_memory import DeviceMemory, Gpu
 from kvxfer.tensors.strided_copy import gather, scatter
@@ -422,5 +423,5 @@ def make_packer(memory: LocalMemory, config: Config, copy_thread: Copier, wake: 
         return DevicePacker(memory, config, copy_thread, wake)
     except ImportError as exc:
         raise TransportUnavailable(
-            f"packing on a GPU: expected Triton, got {exc}; install kvxfer[cuda]"
+            f"packing on a GPU: expected Triton, got {exc}; {install('cuda')}"
         ) from exc

@@ -17,6 +17,7 @@ import torch
 
 from kvxfer.config import variables_kept, variables_of
 from kvxfer.errors import TransportUnavailable
+from kvxfer.extras import install
 from kvxfer.transports.pipe import PipeBroken
 
 Foreign: TypeAlias = Any
@@ -27,7 +28,6 @@ Worker: TypeAlias = Any
 
 UCXX_AT_LEAST = (0, 51)
 """Earlier ones are linked with RMM."""
-INSTALL = "install kvxfer[ucx]"
 
 _SEGMENT = "256k"
 """Of UCX over TCP, which copies into a buffer of this size, sends it, and copies out of one. Its
@@ -121,7 +121,7 @@ def _import_ucxx() -> tuple[Any, Callable[[object], object]]:
             package = importlib.import_module("ucxx")
             array: Callable[[object], object] = importlib.import_module("ucxx._lib.arr").Array
         except (ImportError, OSError) as exc:
-            raise TransportUnavailable(f"ucx: expected ucxx, got {exc}; {INSTALL}") from exc
+            raise TransportUnavailable(f"ucx: expected ucxx, got {exc}; {install('ucx')}") from exc
     return package, array
 
 
@@ -129,7 +129,9 @@ def check_version(version: str) -> None:
     """Raises TransportUnavailable for one of ``ucxx`` that this wire was not written for."""
     if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < UCXX_AT_LEAST:
         least = ".".join(map(str, UCXX_AT_LEAST))
-        raise TransportUnavailable(f"ucx: expected ucxx {least} or newer, got {version}; {INSTALL}")
+        raise TransportUnavailable(
+            f"ucx: expected ucxx {least} or newer, got {version}; {install('ucx')}"
+        )
 
 
 def settings(

@@ -191,9 +191,11 @@ def test_a_slow_wire_fails_where_it_is_needed(
 
 
 def test_a_wire_that_does_not_work() -> None:
-    failure = Failure(Reason.TRANSPORT, "ucx: expected ucxx, got none; install kvxfer[ucx]")
+    failure = Failure(Reason.TRANSPORT, "ucx: expected ucxx, got none; pip install 'ucxx>=1'")
     row = wire_row("wire ucx", failure, is_needed=False)
-    assert row == Row("wire ucx", State.WARN, "ucx: expected ucxx, got none", "install kvxfer[ucx]")
+    assert row == Row(
+        "wire ucx", State.WARN, "ucx: expected ucxx, got none", "pip install 'ucxx>=1'"
+    )
     assert wire_row("wire ucx", failure, is_needed=True).state is State.FAIL
 
 

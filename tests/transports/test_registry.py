@@ -128,6 +128,6 @@ def test_a_pipe_whose_library_is_missing_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, f"kvxfer.transports.{wire}_pipe", None)
     with pytest.raises(
-        TransportUnavailable, match=rf"{wire}: expected {library}, .*; install kvxfer\[{wire}\]"
+        TransportUnavailable, match=rf"{wire}: expected {library}, .*; pip install .{wire}"
     ):
         worker.sources(worker.shared, msgspec.structs.replace(CONFIG, transport=wire))

@@ -20,14 +20,14 @@ CPU = torch.device("cpu")
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ucxx", None)
-    with pytest.raises(TransportUnavailable, match=r"expected ucxx, got .*; install kvxfer\[ucx\]"):
+    with pytest.raises(TransportUnavailable, match=r"expected ucxx, got .*; pip install .ucxx"):
         UcxPipe(CPU, Config(), lambda: None)
 
 
 def test_an_old_version_is_refused() -> None:
     check_version("0.51.1")
     check_version("1.2.3")
-    with pytest.raises(TransportUnavailable, match=r"0\.51 or newer, got 0\.46\.00; install"):
+    with pytest.raises(TransportUnavailable, match=r"0\.51 or newer, got 0\.46\.00; pip install"):
         check_version("0.46.00")
 
 
