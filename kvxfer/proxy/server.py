@@ -10,7 +10,8 @@ prefill engine's own lease ends it.
 
 With ``Dispatch.TOGETHER`` both are asked at once, once the prefill engine's last answer tells how
 decode finds an offer that is not there yet. The client gets nothing before decode has a piece of
-its answer. Until then what one side fails ends the other's work, and the request goes on in turn.
+its answer. Until then what one side fails ends the other's work, and the request goes on in turn. So
+it does where another engine has computed the prompt than the one that decode asks.
 """
 
 from __future__ import annotations
@@ -210,7 +211,9 @@ class Proxy:
         try:
             await asyncio.wait((prefilling, beginning), return_when=asyncio.FIRST_COMPLETED)
             if not beginning.done():
-                prefilling.result()  # raises where nothing will come
+                params = prefilling.result()  # raises where nothing will come
+                if not _are_of_one(early, params):
+                    return ForDecode(body.for_decode(params), has_kv=True)
             try:
                 answer, first = await beginning
             except EngineGone as e:
@@ -345,8 +348,16 @@ class Proxy:
         self._note_status(engine, answer.status)
         params = read_params(str(engine), answer.status, raw)
         if self._settings.dispatch is Dispatch.TOGETHER:
-            self._learned[engine] = learned_params(params)
+            self._learn(engine, learned_params(params))
         return params
+
+    def _learn(self, engine: Engine, answer: dict[str, Any]) -> None:
+        """Nothing, and for good until it is down, of a URL that has answered as two engines: which
+        one computes the next prompt cannot be known before.
+        """
+        known = self._learned.get(engine, answer)
+        is_same = known.get("remote_engine_id") == answer.get("remote_engine_id")
+        self._learned[engine] = answer if is_same else {}
 
     async def _relay(
         self,
@@ -464,6 +475,13 @@ class ForDecode:
     body: bytes | None
     has_kv: bool
     is_doubtful: bool = False
+
+
+def _are_of_one(early: dict[str, Any], params: msgspec.Raw) -> bool:
+    """Whether the engine that decode was told to ask is the one that has answered. Behind one URL
+    there may be several (data-parallel ranks, a Kubernetes Service), or by now another life.
+    """
+    return early_params(learned_params(params), early["kvxfer"]["request"]) == early
 
 
 async def _hang_up(asking: asyncio.Task[aiohttp.ClientResponse], until_s: float) -> None:

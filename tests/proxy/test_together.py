@@ -192,6 +192,71 @@ def test_an_engine_that_was_down_is_learned_anew() -> None:
     run(scenario())
 
 
+def of_engine(name: str, incarnation: str) -> dict[str, Any]:
+    told = {"incarnation": incarnation * 16, "endpoint": f"tcp://10.0.0.1:{name}"}
+    return params(**told) | {"remote_engine_id": name}
+
+
+def give_kv(given: dict[str, Any]) -> Answer:
+    return give(200, msgspec.json.encode({"kv_transfer_params": given}))
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["silent", "status sent"])
+@pytest.mark.parametrize("answered", [of_engine("q", "cd"), of_engine("p", "cd")])
+def test_decode_asks_the_engine_that_has_answered(
+    answered: dict[str, Any], has_begun: bool
+) -> None:
+    """Several engines behind one URL, or another life of one: what decode was told is wrong."""
+    status_sent = asyncio.Event()
+
+    async def waits(request: web.Request) -> web.StreamResponse:
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        status_sent.set()
+        await asyncio.sleep(60)
+        return reply
+
+    async def scenario() -> None:
+        async with asked(prefill=give_kv(answered), decode=waits) as (s, prefill, decode, answer):
+            if has_begun:
+                decode.may_go_on.set()
+                await status_sent.wait()
+            prefill.may_go_on.set()
+            assert await answer == (200, {"choices": [{"text": "hello"}]})
+            await decode.aborted.wait()
+            assert [call.engine for call in s.calls[2:]] == ["d0"]
+            assert s.calls[2].body["kv_transfer_params"] == answered
+            assert await s.failures() == {}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("q", "in turn"), ("p", "together")], ids=["two engines", "another life"]
+)
+def test_a_url_of_several_engines_is_asked_in_turn(name: str, how: str) -> None:
+    """Who answers next cannot be told. A new life of the same engine is learned instead."""
+    answers = [of_engine("p", "ab"), of_engine(name, "cd")]
+
+    async def takes_turns(request: web.Request) -> web.StreamResponse:
+        given = answers.pop(0) if len(answers) > 1 else answers[0]
+        return await give_kv(given)(request)
+
+    async def scenario() -> None:
+        decode = Held(give_text, give_text)
+        async with scene(prefill=takes_turns, decode=decode, dispatch=Dispatch.TOGETHER) as s:
+            assert (await s.post({"prompt": "p"}))[0] == 200
+            assert (await s.post({"prompt": "p"}))[0] == 200
+            for _ in range(2):
+                s.calls.clear()
+                assert (await s.post({"prompt": "p"}))[0] == 200
+                given = next(c.body["kv_transfer_params"] for c in s.calls if c.engine == "d0")
+                assert ("request" in given["kvxfer"]) is (how == "together")
+                assert given["kvxfer"]["incarnation"] == "cd" * 16
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("policy", list(OnMissingKv))
 def test_what_prefill_fails_ends_decodes_work(policy: OnMissingKv) -> None:
     async def scenario() -> None:
