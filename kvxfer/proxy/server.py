@@ -20,16 +20,18 @@ import asyncio
 import errno
 import logging
 import os
+import struct
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from socket import SO_LINGER, SOL_SOCKET
 from typing import Any
 
 import aiohttp
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from kvxfer.connector.params import early_params, mint_request
 from kvxfer.errors import ConfigError
@@ -447,8 +449,7 @@ class Proxy:
             self.metrics.fail(Reason.DECODE_CUT)
             log.warning("%s broke off its answer: %s", engine, e)
             # The status has been sent. A clean end would pass the piece off as the whole.
-            if request.transport is not None:
-                request.transport.close()
+            _cut(request, reply)
         except ConnectionError:
             # Found by a write before the server noticed; it knows what to do with such a reply.
             self.metrics.fail(Reason.CLIENT_GONE)
@@ -495,6 +496,19 @@ async def _hang_up(asking: asyncio.Task[aiohttp.ClientResponse], until_s: float)
         answer.close()
 
 
+def _cut(request: web.Request, reply: web.StreamResponse) -> None:
+    """End the connection in a way that tells the client that more should have come."""
+    transport = request.transport
+    if transport is None:  # it has gone
+        return
+    headers = reply.headers
+    if not (hdrs.CONTENT_LENGTH in headers or hdrs.TRANSFER_ENCODING in headers):
+        # For a client of HTTP/1.0 a connection's end is the answer's, unless it is a reset
+        socket = transport.get_extra_info("socket")
+        socket.setsockopt(SOL_SOCKET, SO_LINGER, _RESET)
+    transport.close()
+
+
 class _AnswerCut(Exception):
     """An engine's answer ended before its end."""
 
@@ -515,6 +529,7 @@ def _said(e: BaseException) -> str:
     return str(e) or ("no answer in time" if isinstance(e, TimeoutError) else type(e).__name__)
 
 
+_RESET = struct.pack("ii", 1, 0)
 _SHUTDOWN_S = 1.0
 """What requests in flight get to end when the proxy does."""
 

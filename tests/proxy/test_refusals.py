@@ -179,15 +179,16 @@ def test_errors_of_decode_are_passed_on() -> None:
     run(scenario())
 
 
-def test_a_piece_is_never_passed_off_as_the_whole() -> None:
-    async def break_off(request: web.Request) -> web.StreamResponse:
-        reply = web.StreamResponse()
-        await reply.prepare(request)
-        await reply.write(b"data: 1\n\n")
-        assert request.transport is not None
-        request.transport.close()
-        return reply
+async def break_off(request: web.Request) -> web.StreamResponse:
+    reply = web.StreamResponse()
+    await reply.prepare(request)
+    await reply.write(b"data: 1\n\n")
+    assert request.transport is not None
+    request.transport.close()
+    return reply
 
+
+def test_a_piece_is_never_passed_off_as_the_whole() -> None:
     async def scenario() -> None:
         async with scene(decode=break_off) as s:
             async with s.client.post(s.url + PATHS[0], json={"prompt": "p"}) as reply:
@@ -195,6 +196,23 @@ def test_a_piece_is_never_passed_off_as_the_whole() -> None:
                 with pytest.raises(aiohttp.ClientPayloadError):
                     await reply.read()
             assert await s.failures() == {"decode_cut": 1}
+
+    run(scenario())
+
+
+def test_a_piece_is_not_the_whole_for_who_takes_the_end_of_a_connection_for_it() -> None:
+    """A client of HTTP/1.0: neither a length nor a last chunk tells it that more should come."""
+
+    async def scenario() -> None:
+        async with scene(decode=break_off) as s:
+            host, _, port = s.url.removeprefix("http://").partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            asked = b'{"prompt":"p"}'
+            head = f"POST {PATHS[0]} HTTP/1.0\r\nContent-Length: {len(asked)}\r\n\r\n"
+            writer.write(head.encode() + asked)
+            with pytest.raises(ConnectionResetError):
+                await reader.read()
+            writer.close()
 
     run(scenario())
 
