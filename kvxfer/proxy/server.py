@@ -10,8 +10,8 @@ prefill engine's own lease ends it.
 
 With ``Dispatch.TOGETHER`` both are asked at once, once the prefill engine's last answer tells how
 decode finds an offer that is not there yet. The client gets nothing before decode has a piece of
-its answer. Until then what one side fails ends the other's work, and the request goes on in turn. So
-it does where another engine has computed the prompt than the one that decode asks.
+its answer. Until then what one side fails ends the other's work, and the request goes on in turn.
+So it does where another engine has computed the prompt than the one that decode asks.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Proxy:
             for left in reversed(range(MOST_TRIES)):
                 try:
                     if asked is None:
-                        prepared = await self._prepare(request, body, request_id)
+                        prepared = await self._prepare(request, body, request_id, is_last=not left)
                         if not isinstance(prepared, ForDecode):
                             return prepared
                         asked = prepared
@@ -163,11 +163,11 @@ class Proxy:
             raise AssertionError("the last try returns or raises")
 
     async def _prepare(
-        self, request: web.Request, body: ClientBody, request_id: str
+        self, request: web.Request, body: ClientBody, request_id: str, *, is_last: bool
     ) -> ForDecode | web.StreamResponse:
         """Have the prompt computed; the answer itself where decode was asked together with prefill.
-        Raises EngineGone where another engine may do it, ErrorReply for a request that is not to be
-        served.
+        Raises EngineGone where another engine may do it, unless this try ``is_last``, ErrorReply
+        for a request that is not to be served.
         """
         # Nobody computes a prompt that nobody can go on with.
         self.pool.require(Side.DECODE)
@@ -186,7 +186,8 @@ class Proxy:
             if isinstance(e, Drains):
                 self._drains_until_s[prefill] = time.monotonic() + DRAINING_S
                 self._see(prefill, Seen(State.DRAINING, "drains"))
-            if isinstance(e, Drains | EngineGone) and self.pool.has_another(prefill):
+            may_another = not is_last and self.pool.has_another(prefill)
+            if isinstance(e, Drains | EngineGone) and may_another:
                 raise EngineGone(e.reason, str(e)) from e
             is_failure = isinstance(e, ErrorReply)
             if is_failure and self._settings.on_missing_kv is OnMissingKv.REFUSE:

@@ -119,6 +119,34 @@ def test_a_failed_prefill_is_recomputed_and_counted(
     run(scenario())
 
 
+async def breaks_off(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
+
+
+@pytest.mark.parametrize("num_prefill", [1, 2])
+@pytest.mark.parametrize("policy", OnMissingKv)
+def test_after_the_last_try_the_policy_decides(policy: OnMissingKv, num_prefill: int) -> None:
+    """However many prefill engines there are to try."""
+
+    async def scenario() -> None:
+        prefill = [FakeEngine(f"p{i}", breaks_off) for i in range(num_prefill)]
+        async with scene(prefill=prefill, on_missing_kv=policy) as s:
+            status, reply = await s.post({"prompt": "p"})
+            counted = await s.metrics()
+            without = counted['kvxfer_proxy_without_kv_total{reason="prefill_unreachable"}']
+            if policy is OnMissingKv.REFUSE:
+                assert (status, reply["error"]["type"]) == (502, "prefill_unreachable")
+                assert without == 0
+            else:
+                assert (status, reply) == (200, {"choices": [{"text": "hello"}]})
+                assert s.calls[-1].body == {"prompt": "p"}
+                assert without == 1
+
+    run(scenario())
+
+
 def test_prefill_that_takes_too_long() -> None:
     async def wait(_request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(60)
