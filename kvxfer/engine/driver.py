@@ -51,7 +51,9 @@ class _Asker:
 
 
 class Driver:
-    """One engine's main loop. Waits without polling when there is nothing to do."""
+    """One engine's main loop. When there is nothing to do it waits, and looks now and then at
+    what its clients hold.
+    """
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class Driver:
                 must_tell = False
                 self._rpc.flush()
                 on_drained()
-            ready = dict(poller.poll(0 if self._scheduler.has_work() else None))
+            ready = dict(poller.poll(0 if self._scheduler.has_work() else self._rpc.wait_ms))
             if stop in ready:
                 return
             if drain in ready:

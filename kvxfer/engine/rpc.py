@@ -25,7 +25,7 @@ from kvxfer.transfer import wire
 from kvxfer.transports.channel import ask_guard, set_keys
 from kvxfer.transports.guard import Guard, pinned_keys
 from kvxfer.transports.key_folder import with_folder_keys
-from kvxfer.transports.visitors import EVENT, Visitors
+from kvxfer.transports.visitors import EVENT, LOOK_S, Inbox, Visitors
 
 log = logging.getLogger("kvxfer.engine")
 
@@ -36,6 +36,10 @@ _FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_BEYOND_NBYTES = 1 << 20
+"""What a client may have sent beside one message that was not read."""
+_MOST_UNREAD = 10_000
+"""Answers that wait for one client. A token's are 60 bytes; and TCP holds some 50,000 more."""
 _LAST_WORDS_MS = 1000
 HEARTBEAT_S = 1.0
 """ZMQ's own heartbeats: a peer whose process or host is gone is noticed without traffic."""
@@ -148,9 +152,15 @@ class RpcServer:
         self.num_malformed = 0
         self.socket = context.socket(zmq.ROUTER)
         # They write who is refused to the log
-        self._visitors = Visitors(context, self.socket, _MAX_FRAME_NBYTES)
+        unread_nbytes = _MAX_FRAME_NBYTES + _BEYOND_NBYTES
+        self._visitors = Visitors(context, self.socket, unread_nbytes)
+        self._inbox = Inbox(self.socket, self._visitors)
+        self._next_look_s = 0.0
         self.monitor = self._visitors.monitor
         _tune(self.socket)
+        self.socket.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
+        # Otherwise an answer that a client has no room for is dropped without an error
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if kv is not None and (kv := with_folder_keys(kv)).curve_secret_key is not None:
             Guard(context, kv)
             ask_guard(self.socket, kv)
@@ -166,26 +176,46 @@ class RpcServer:
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._visitors.endpoint = self.endpoint
 
+    @property
+    def wait_ms(self) -> int | None:
+        """After which :meth:`receive` is to be called though nothing can be read; None: never."""
+        return math.ceil(LOOK_S * 1000) if len(self._visitors) else None
+
     def receive(self) -> list[tuple[bytes, ToEngine]]:
-        """Never blocks; to be called when the socket or ``monitor`` can be read."""
+        """Never blocks; to be called when the socket or ``monitor`` can be read, and after
+        ``wait_ms``. For one turn: who sends without an end does not hold up the engine's steps.
+        """
         self._visitors.meet()
         messages: list[tuple[bytes, ToEngine]] = []
-        while True:
-            try:
-                client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return messages
+        for name, *frames in self._inbox.receive():
+            client = name.bytes
             try:
                 if len(frames) != 1:
                     raise msgspec.ValidationError(f"expected 1 frame, got {len(frames)}")
-                messages.append((client, _to_engine.decode(frames[0])))
+                messages.append((client, _to_engine.decode(frames[0].buffer)))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
                 self.num_malformed += 1
                 self.send(client, RequestRefused("", f"request frame: {e}"))
+        self._look()
+        return messages
+
+    def _look(self) -> None:
+        self._visitors.take_gone()  # their requests go on
+        if (now_s := time.monotonic()) >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_S
+            self._visitors.look(was_empty=self._inbox.take_empty())
 
     def send(self, client: bytes, message: ToClient) -> None:
-        """Answer; a client that has gone is forgotten by the socket."""
-        self.socket.send_multipart([client, _encoder.encode(message)])
+        """Answer. Nobody hears it where the client has gone; one that does not read what it asks
+        for is sent away at once, because of a request's tokens none may be left out.
+        """
+        try:
+            self.socket.send_multipart([client, _encoder.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as e:
+            if e.errno == errno.EAGAIN:
+                self._visitors.unread(client, most=1)
+            elif e.errno != errno.EHOSTUNREACH:
+                raise
 
     def flush(self) -> None:
         """What was sent may still leave after :meth:`close`, for a second."""

@@ -399,12 +399,13 @@ class Visitors:
             visitor.is_warned = True
             self._penalise(visitor.address)
 
-    def unread(self, name: bytes) -> None:
+    def unread(self, name: bytes, most: int = MOST_UNREAD) -> None:
+        """An answer was dropped; of so many the last ends the connection."""
         fd = self._fds.get(name)
         if fd is None:  # it has ended
             return
         self._visitors[fd].num_unread += 1
-        if self._visitors[fd].num_unread >= MOST_UNREAD:
+        if self._visitors[fd].num_unread >= most:
             self._punish(fd, "it does not read what it asks for")
 
     def look(self, *, was_empty: bool) -> None:

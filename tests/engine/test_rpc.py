@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ from kvxfer.engine.rpc import (
 from kvxfer.errors import ConfigError, PeerLost, ProtocolError
 from kvxfer.transfer import wire
 from kvxfer.transports.key_folder import ADD, USE, make_keys, rotate_keys
+from kvxfer.transports.visitors import MESSAGES_PER_TURN
+from tests import zmtp
 from tests.helpers import free_port
 from tests.rpc_messages import DONE, INFO
 from tests.wiretap import Wiretap
@@ -158,6 +161,54 @@ def test_a_peer_that_speaks_no_zmq_is_dropped(engine: Engine) -> None:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\x00" * 4000)
     with RpcClient(engine.endpoint, connect_timeout_s=30) as client:
         assert client.info == INFO
+
+
+def test_who_sends_without_an_end_is_heard_in_turns() -> None:
+    """Between two of them the engine makes a step."""
+    num_sent, most = 20_000, 0
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = RpcServer(context, "127.0.0.1", 0)
+    with raw_client(context, server.endpoint) as socket:
+        for number in range(num_sent):
+            socket.send(msgspec.msgpack.encode(Abort(str(number))))
+        heard: list[ToEngine] = []
+        while len(heard) < num_sent:
+            assert server.socket.poll(30_000)
+            messages = server.receive()
+            most = max(most, len(messages))
+            heard += [message for _, message in messages]
+    assert heard == [Abort(str(number)) for number in range(num_sent)]
+    assert 0 < most <= MESSAGES_PER_TURN
+    server.close()
+    context.term()
+
+
+def test_who_asks_and_does_not_read_is_sent_away(engine: Engine) -> None:
+    """And nobody else is."""
+    asks = zmtp.frame(msgspec.msgpack.encode(Ask())) * 1000
+    with (
+        RpcClient(engine.endpoint, connect_timeout_s=30) as client,
+        zmtp.connect(engine.endpoint) as peer,
+    ):
+        for _ in range(100):
+            peer.sendall(asks)
+        end = select.poll()
+        end.register(peer, select.POLLRDHUP)
+        assert end.poll(30_000)
+        assert client.ask(30) == INFO
+
+
+def test_a_message_without_an_end_is_ended(engine: Engine) -> None:
+    """ZeroMQ collects its parts, and nothing can be read meanwhile."""
+    assert engine.server.wait_ms is None
+    part = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
+    with RpcClient(engine.endpoint, connect_timeout_s=30) as client:
+        assert engine.server.wait_ms == 250
+        with zmtp.connect(engine.endpoint) as peer:
+            with pytest.raises(ConnectionError):  # noqa: PT012
+                for _ in range(1000):
+                    peer.sendall(part)
+        assert client.ask(30) == INFO
 
 
 @given(
