@@ -103,6 +103,8 @@ class _Orders:
 
     def next(self) -> Life | None:
         os.eventfd_read(self.fileno)
+        with suppress(BlockingIOError):  # who was told to drain was the life before
+            os.eventfd_read(self.drain_fileno)
         return self._lives.popleft()
 
     def _listen(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,9 +20,11 @@ import msgspec
 import pytest
 
 from kvxfer.config import load_config
+from kvxfer.engine import rank
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.engine import Engine
 from kvxfer.engine.group import EngineGroup
+from kvxfer.engine.links import DRAIN, STOP, Life
 from kvxfer.engine.rpc import Done, Generate, RpcClient
 from kvxfer.errors import ConfigError, KvxferError, ModelError
 from tests.helpers import free_port
@@ -229,6 +233,27 @@ def test_stop_ends_every_rank_of_a_new_life() -> None:
         group.close()
         assert all("exit code 0" in each for each in group.dead())  # not 1, after the grace
         assert not any(map(is_running, pids))
+
+
+def test_an_order_to_drain_ends_with_its_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the driver has heard of the next life before it looked."""
+    has_ended = threading.Event()
+    monkeypatch.setattr(rank, "_end_late", has_ended.set)
+    ours, theirs = multiprocessing.Pipe()
+    orders = rank._Orders(theirs)
+    life = Life(config=config(Role.ALONE), incarnation=bytes(16), token="t")
+    ours.send_bytes(DRAIN)
+    ours.send_bytes(msgspec.msgpack.encode(life))
+    assert orders.next() == life
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(orders.drain_fileno)
+    ours.send_bytes(STOP)
+    assert orders.next() is None
+    assert has_ended.wait(30)
+    for pipe in (ours, theirs):
+        pipe.close()
+    for fileno in (orders.fileno, orders.drain_fileno):
+        os.close(fileno)
 
 
 PARENT = """
