@@ -203,6 +203,8 @@ class EngineGroup:
             for report in reports:
                 if isinstance(report, Ready):
                     return report
+            if any(report is not None for report in reports):
+                continue  # the life before has drained, after its time was up
             if heard:
                 raise errors.KvxferError(self._died("while starting"))
             if not left_s:

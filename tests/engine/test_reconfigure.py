@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,20 @@ def test_an_order_to_drain_ends_with_its_life(monkeypatch: pytest.MonkeyPatch) -
         pipe.close()
     for fileno in (orders.fileno, orders.drain_fileno):
         os.close(fileno)
+
+
+def test_the_end_of_a_drain_that_took_too_long_is_no_death() -> None:
+    """It lies in the pipe when the next life begins."""
+    with Engine(config(Role.ALONE)) as engine:
+        engine.group.ready()
+        request_id = engine.submit(PROMPT, 100)
+        engine.first_token(request_id)
+        for _ in range(2):
+            engine.drain(0.0)
+        engine.result(request_id)
+        assert wait([engine.group._pipes[-1]], 30)
+        engine.reconfigure(config(Role.ALONE))
+        assert len(engine.generate(PROMPT, 2).token_ids) == 2
 
 
 PARENT = """
