@@ -62,6 +62,8 @@ class MetricsServer:
     def collect(self) -> list[Any]:
         """Called by the registry before it collects the metrics: waits for a step."""
         with self._stepped:
+            if self.fileno < 0:  # closed since the scraper has connected
+                return []
             before = self._num_steps
             os.eventfd_write(self.fileno, 1)
             self._stepped.wait_for(lambda: self._num_steps > before, _FRESH_S)
@@ -71,4 +73,6 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-        os.close(self.fileno)
+        with self._stepped:  # scrapes may still run: what has the number next is not theirs
+            fileno, self.fileno = self.fileno, -1
+        os.close(fileno)
