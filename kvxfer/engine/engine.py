@@ -89,9 +89,12 @@ class Engine:
         request_id: str | None = None,
         trace_headers: dict[str, str] | None = None,
     ) -> str:
-        """Returns its id. ``trace_headers``: its ``traceparent`` and ``tracestate``."""
+        """Returns its id. ``trace_headers``: its ``traceparent`` and ``tracestate``. ValueError for
+        the id of a request whose result is still to be had.
+        """
         request_id = request_id or f"r{next(self._ids)}"
-        self._tokens[request_id] = []
+        if request_id in self._tokens or request_id in self._results:
+            raise ValueError(f"request {request_id}: expected a new id, got one in use")
         self.client.send(
             Generate(
                 request_id,
@@ -101,6 +104,7 @@ class Engine:
                 trace_headers,
             )
         )
+        self._tokens[request_id] = []
         return request_id
 
     def abort(self, request_id: str) -> None:

@@ -18,6 +18,7 @@ from kvxfer.engine import rpc
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.engine import Engine
 from kvxfer.engine.group import EngineGroup
+from kvxfer.engine.metrics_server import MetricsServer
 from kvxfer.engine.rpc import Done, Generate, RequestRefused, RpcClient, Token
 from kvxfer.errors import ConfigError, KvxferError, ModelError, PeerLost
 
@@ -162,6 +163,33 @@ def test_who_waits_for_a_result_hears_of_a_killed_rank(
             engine.result(request_id, timeout_s=60)
         assert time.monotonic() - started_s < 30  # not after its own time
         killer.join()
+
+
+def test_an_id_in_use_is_refused_and_its_request_goes_on(model: str) -> None:
+    with Engine(alone(model)) as engine:
+        engine.submit([1, 2, 3], 20, request_id="a")
+        for _ in range(2):  # while it runs, and when its result has come
+            with pytest.raises(ValueError, match="request a: expected a new id, got one in use"):
+                engine.submit([1, 2, 3], 4, request_id="a")
+            engine.generate([1, 2, 3], 30)
+        assert len(engine.result("a").token_ids) == 20
+        engine.submit([1, 2, 3], 4, request_id="a")
+        assert len(engine.result("a").token_ids) == 4
+
+
+def test_a_scrape_that_comes_late_writes_to_nobody_else() -> None:
+    """Its connection was accepted before the server was closed."""
+    server = MetricsServer("127.0.0.1:0")
+    fileno = server.fileno
+    server.close()
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    os.dup2(other, fileno)
+    assert server.collect() == []
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(fileno)
+    os.close(fileno)
+    if other != fileno:
+        os.close(other)
 
 
 def test_an_idle_engine_ends_when_a_rank_is_killed(group: EngineGroup) -> None:
