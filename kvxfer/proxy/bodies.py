@@ -9,6 +9,7 @@ Authorization goes on: the engines check it.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -120,6 +121,12 @@ class _Asked(msgspec.Struct, frozen=True):
     prompt: Any = None
     prompt_embeds: Any = None
     kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    min_tokens: Any = None
+    stream: Any = None
+    stream_options: Any = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -182,11 +189,76 @@ def _num_prompts(asked: _Asked) -> int:
     return 1
 
 
+# A prefill engine gets other values of the fields that say how long the answer is and how it comes.
+# So it would compute the prompt of a request that decode must refuse. What is refused here vLLM
+# refuses as well; it takes numbers and truth also as text.
+_MostTokens = Callable[[_Asked], tuple[float | None, float]]
+_TRUTHS = {"0", "off", "f", "false", "n", "no", "1", "on", "t", "true", "y", "yes"}
+
+
+def _number(value: Any) -> float | None:
+    """None: vLLM takes it for no whole number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    except OverflowError:
+        return math.inf
+    return number if number.is_integer() else None
+
+
+def _is_no_number(value: Any) -> bool:
+    return value is not None and _number(value) is None
+
+
+def _is_no_truth(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.lower() not in _TRUTHS
+    return value is not None and value not in (0, 1)
+
+
+def _are_no_options(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return value is not None
+    return any(map(_is_no_truth, map(value.get, ("include_usage", "continuous_usage_stats"))))
+
+
+def _most_tokens(asked: _Asked) -> tuple[float | None, float]:
+    """Of an answer, and the least that a completion may ask for: one that only echoes, none."""
+    return _number(asked.max_tokens), 0 if asked.echo else 1
+
+
+def _most_tokens_of_chat(asked: _Asked) -> tuple[float | None, float]:
+    most = asked.max_completion_tokens
+    return _number(asked.max_tokens if most is None else most), 1
+
+
+def _too_few(most_tokens: _MostTokens) -> Callable[[_Asked], bool]:
+    def is_in_the_way(asked: _Asked) -> bool:
+        most, least = most_tokens(asked)
+        return most is not None and most < least
+
+    return is_in_the_way
+
+
+def _contradicts(most_tokens: _MostTokens) -> Callable[[_Asked], bool]:
+    def is_in_the_way(asked: _Asked) -> bool:
+        (most, _), least = most_tokens(asked), _number(asked.min_tokens)
+        if least is None:
+            return False
+        return least < 0 or (bool(most) and least > most)
+
+    return is_in_the_way
+
+
 def _always_too_many(number: int | None) -> bool:
     return number is not None and number > 1
 
 
 _Rule = tuple[str, Callable[[_Asked], bool], str]
+_NUMBER = "expected a whole number, got something else"
+_TOO_FEW = "expected at least 1, got less"
+_LEAST = "expected 0 to what the answer may have at most, got less or more"
 _ONE_SEQUENCE = "one prefill's KV serves one sequence; "
 _PROMPT_LOGPROBS = (
     "log probabilities of the prompt need the prompt computed by the engine that answers, "
@@ -197,6 +269,19 @@ _FOR_BOTH: tuple[_Rule, ...] = (
         _KV_PARAMS,
         lambda a: a.kv_transfer_params is not None,
         "expected none, got some; the proxy sets them: leave them out, or talk to an engine itself",
+    ),
+    ("max_tokens", lambda a: _is_no_number(a.max_tokens), _NUMBER),
+    ("min_tokens", lambda a: _is_no_number(a.min_tokens), _NUMBER),
+    ("stream", lambda a: _is_no_truth(a.stream), "expected true or false, got something else"),
+    (
+        "stream_options",
+        lambda a: bool(a.stream_options) and not a.stream,
+        "expected none without stream: true; leave them out, or ask for a stream",
+    ),
+    (
+        "stream_options",
+        lambda a: _are_no_options(a.stream_options),
+        "expected an object of true and false, got something else",
     ),
     (
         "n",
@@ -222,6 +307,8 @@ _FOR_BOTH: tuple[_Rule, ...] = (
 _NOT_TRANSFERABLE: Mapping[str, tuple[_Rule, ...]] = {
     COMPLETIONS: (
         *_FOR_BOTH,
+        ("max_tokens", _too_few(_most_tokens), _TOO_FEW),
+        ("min_tokens", _contradicts(_most_tokens), _LEAST),
         (
             "prompt",
             lambda a: _num_prompts(a) > 1,
@@ -242,6 +329,9 @@ _NOT_TRANSFERABLE: Mapping[str, tuple[_Rule, ...]] = {
     ),
     CHAT: (
         *_FOR_BOTH,
+        ("max_completion_tokens", lambda a: _is_no_number(a.max_completion_tokens), _NUMBER),
+        ("max_tokens", _too_few(_most_tokens_of_chat), _TOO_FEW),
+        ("min_tokens", _contradicts(_most_tokens_of_chat), _LEAST),
         (
             "echo",
             # vLLM asks for the prompt's log probabilities whenever a chat echoes.

@@ -32,6 +32,9 @@ ASKING = {
 GOOD = b'{"do_remote_prefill":true,"kvxfer":{"number":1.50,"name":"\\u00e9"}}'
 
 
+STREAMS_NOT: list[dict[str, Any]] = [{}, {"stream": False}, {"stream": None}]
+
+
 def refused(path: str, raw: bytes) -> ErrorReply:
     with pytest.raises(ErrorReply) as e:
         parse_body(path, raw)
@@ -124,9 +127,34 @@ def test_refused_everywhere(path: str, fields: dict[str, Any], param: str, advic
     assert advice in str(e)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        *(({"max_tokens": value}, "max_tokens") for value in ("abc", [], {}, 1.5, 0, -1)),
+        *(({"min_tokens": value}, "min_tokens") for value in ("abc", [1], -1)),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        *(({"stream": value}, "stream") for value in ("maybe", 2, [])),
+        *(({"stream_options": {"x": 1}, **more}, "stream_options") for more in STREAMS_NOT),
+        ({"stream_options": "x", "stream": True}, "stream_options"),
+        ({"stream_options": {"include_usage": "maybe"}, "stream": True}, "stream_options"),
+    ],
+)
+def test_what_prefill_would_not_see_is_refused(
+    path: str, fields: dict[str, Any], param: str
+) -> None:
+    """It would compute a prompt for decode, which refuses the request."""
+    e = refused(path, json.dumps({"prompt": "p", **fields}).encode())
+    assert (e.status, e.reason, e.param) == (400, Reason.NOT_TRANSFERABLE, param)
+    assert str(e).startswith(f"{param}: expected ")
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
+        (CHAT, {"max_completion_tokens": "abc"}, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": 0}, "max_tokens"),
+        (CHAT, {"max_completion_tokens": 3, "max_tokens": 9, "min_tokens": 4}, "min_tokens"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt"),
         (COMPLETIONS, {"prompt": [[1, 2], [3]]}, "prompt"),
         (COMPLETIONS, {"prompt_embeds": "AAAA"}, "prompt_embeds"),
@@ -149,6 +177,17 @@ def test_refused_on_one_path(path: str, fields: dict[str, Any], param: str) -> N
         (COMPLETIONS, {"prompt": "p", "echo": True}),
         (COMPLETIONS, {"prompt": "p", "logprobs": 5}),
         (COMPLETIONS, {"prompt": "p", "n": 1, "best_of": 1, "use_beam_search": False}),
+        # vLLM reads all these as numbers or truth, or never looks at them
+        (COMPLETIONS, {"prompt": "p", "max_tokens": "5", "min_tokens": " 2 ", "stream": "yes"}),
+        (COMPLETIONS, {"prompt": "p", "max_tokens": 5.0, "min_tokens": True, "stream": 1}),
+        (COMPLETIONS, {"prompt": "p", "max_tokens": "5.0", "min_tokens": None, "stream": None}),
+        (COMPLETIONS, {"prompt": "p", "max_tokens": 10**400, "stream": "FALSE"}),
+        (COMPLETIONS, {"prompt": "p", "max_tokens": 0, "echo": True}),
+        (COMPLETIONS, {"prompt": "p", "max_tokens": None, "max_completion_tokens": "abc"}),
+        (COMPLETIONS, {"prompt": "p", "stream_options": {}, "stream": False}),
+        (COMPLETIONS, {"prompt": "p", "stream_options": {"include_usage": 1}, "stream": "no"}),
+        (CHAT, {"messages": [], "max_completion_tokens": 9, "max_tokens": -1, "min_tokens": 9}),
+        (CHAT, {"messages": [], "min_tokens": 9}),
         (CHAT, {"messages": [], "n": None, "logprobs": True, "top_logprobs": 3}),
     ],
 )
