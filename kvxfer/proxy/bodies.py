@@ -256,6 +256,9 @@ def _always_too_many(number: int | None) -> bool:
 
 
 _Rule = tuple[str, Callable[[_Asked], bool], str]
+_OWN_PARAMS = (
+    "expected none, got some; the proxy sets them: leave them out, or talk to an engine itself"
+)
 _NUMBER = "expected a whole number, got something else"
 _TOO_FEW = "expected at least 1, got less"
 _LEAST = "expected 0 to what the answer may have at most, got less or more"
@@ -268,7 +271,13 @@ _FOR_BOTH: tuple[_Rule, ...] = (
     (
         _KV_PARAMS,
         lambda a: a.kv_transfer_params is not None,
-        "expected none, got some; the proxy sets them: leave them out, or talk to an engine itself",
+        _OWN_PARAMS,
+    ),
+    (
+        "vllm_xargs",
+        # vLLM gives these to its connector as well
+        lambda a: isinstance(a.vllm_xargs, dict) and _KV_PARAMS in a.vllm_xargs,
+        f"{_KV_PARAMS}: {_OWN_PARAMS}",
     ),
     ("max_tokens", lambda a: _is_no_number(a.max_tokens), _NUMBER),
     ("min_tokens", lambda a: _is_no_number(a.min_tokens), _NUMBER),

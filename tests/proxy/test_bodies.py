@@ -128,6 +128,18 @@ def test_refused_everywhere(path: str, fields: dict[str, Any], param: str, advic
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_params_of_the_clients_own_have_no_second_way(path: str) -> None:
+    """vLLM hands what is in vllm_xargs to its connector."""
+    xargs = {"kv_transfer_params": "x", "other": 1}
+    asked = {"prompt": "p", "vllm_xargs": xargs}
+    e = refused(path, json.dumps(asked).encode())
+    assert (e.status, e.reason, e.param) == (400, Reason.NOT_TRANSFERABLE, "vllm_xargs")
+    assert str(e).startswith("vllm_xargs: kv_transfer_params: expected none")
+    del xargs["kv_transfer_params"]
+    assert json.loads(parse_body(path, json.dumps(asked).encode()).for_decode(None)) == asked
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
