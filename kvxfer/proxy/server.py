@@ -256,7 +256,14 @@ class Proxy:
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         request_id = find(request.headers.items(), REQUEST_ID) or uuid.uuid4().hex
-        return await self._relay("GET", request, request_id, ForDecode(None, has_kv=False))
+        for left in reversed(range(MOST_TRIES)):
+            try:
+                return await self._relay("GET", request, request_id, ForDecode(None, has_kv=False))
+            except EngineGone as e:
+                if not left or not self.pool.is_serving(Side.DECODE):
+                    raise
+                self.metrics.retries.labels(e.reason.value).inc()
+        raise AssertionError("the last try returns or raises")
 
     async def health(self, _request: web.Request) -> web.Response:
         """200 when both sides have an engine that is up, else 503; names every engine."""

@@ -69,6 +69,7 @@ class FakeEngine:
     answer: Answer
     calls: list[Call] = field(default_factory=list)
     health_status: int = 200
+    models_status: int = 200
     url: str = ""
     stop: Callable[[], Awaitable[None]] = field(init=False)
 
@@ -78,7 +79,8 @@ class FakeEngine:
         return await self.answer(request)
 
     async def _models(self, _request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": f"model of {self.name}"}]})
+        models = {"data": [{"id": f"model of {self.name}"}]}
+        return web.json_response(models, status=self.models_status)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=self.health_status)

@@ -452,6 +452,22 @@ def test_models_come_from_a_decode_engine() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("gone", ["503", "is not there"])
+def test_models_come_from_another_decode_engine(gone: str) -> None:
+    async def scenario() -> None:
+        decode = [FakeEngine(f"d{i}", give_text) for i in range(2)]
+        async with scene(decode=decode, health_interval_s=60) as s:
+            if gone == "503":
+                decode[0].models_status = 503
+            else:
+                await decode[0].stop()
+            async with s.client.get(s.url + "/v1/models") as reply:
+                assert await reply.json() == {"data": [{"id": "model of d1"}]}
+            assert await s.failures() == {}
+
+    run(scenario())
+
+
 def test_what_is_counted() -> None:
     async def scenario() -> None:
         async with scene() as s:
