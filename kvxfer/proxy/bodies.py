@@ -53,6 +53,9 @@ class Drains(NoKv):
     reason = Reason.PREFILL_DRAINING
 
 
+Headers = list[tuple[str, str]]
+
+
 class ErrorReply(KvxferError):
     """``status``: of HTTP; ``param``: the field of the body that is the reason, if one is."""
 
@@ -73,6 +76,15 @@ class ErrorReply(KvxferError):
             "code": self.status,
         }
         return msgspec.json.encode({"error": error})
+
+
+class EngineRefused(ErrorReply):
+    """What an engine itself says of a request that it does not take: for the client as it is."""
+
+    def __init__(self, status: int, message: str, raw: bytes, headers: Headers) -> None:
+        super().__init__(status, Reason.PREFILL_ERROR, message)
+        self.raw = raw
+        self.headers = headers
 
 
 class EngineGone(ErrorReply):
@@ -196,28 +208,30 @@ _MostTokens = Callable[[_Asked], tuple[float | None, float]]
 _TRUTHS = {"0", "off", "f", "false", "n", "no", "1", "on", "t", "true", "y", "yes"}
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """None: vLLM takes it for no whole number."""
+    if not isinstance(value, str | int | float):
+        return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except ValueError:
         return None
     except OverflowError:
         return math.inf
     return number if number.is_integer() else None
 
 
-def _is_no_number(value: Any) -> bool:
+def _is_no_number(value: object) -> bool:
     return value is not None and _number(value) is None
 
 
-def _is_no_truth(value: Any) -> bool:
+def _is_no_truth(value: object) -> bool:
     if isinstance(value, str):
         return value.lower() not in _TRUTHS
     return value is not None and value not in (0, 1)
 
 
-def _are_no_options(value: Any) -> bool:
+def _are_no_options(value: object) -> bool:
     if not isinstance(value, dict):
         return value is not None
     return any(map(_is_no_truth, map(value.get, ("include_usage", "continuous_usage_stats"))))
@@ -353,23 +367,23 @@ PATHS: Final = tuple(_NOT_TRANSFERABLE)
 """Where requests that become two are taken."""
 
 
-def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
+def read_params(
+    engine: str, status: int, raw: bytes, headers: Iterable[tuple[str, str]] = ()
+) -> msgspec.Raw:
     """The params in a prefill engine's answer, as the bytes that came.
 
-    Raises, with ``engine`` in the message, ErrorReply for an error of the engine (a 4xx keeps its
-    status, because it is about what the client sent; everything else is 502) and for an answer that
-    cannot be read, EngineGone for 503, and NoKv for one without params that ask the decode engine
-    to take the KV (Drains where they say that the engine is going to end).
+    Raises, with ``engine`` in the message, EngineRefused for a 4xx, which is about what the client
+    sent, ErrorReply (502) for any other error and for an answer that cannot be read, EngineGone for
+    503, and NoKv for one without params that ask the decode engine to take the KV (Drains where
+    they say that the engine is going to end).
     """
     if status == UNAVAILABLE:
         raise EngineGone(Reason.PREFILL_ERROR, f"{engine}: answered {status}")
     if status != 200:
-        told = raw[:_QUOTED_CHARS].decode(errors="replace")
-        raise ErrorReply(
-            status if 400 <= status < 500 else 502,
-            Reason.PREFILL_ERROR,
-            f"{engine}: answered {status}: {told}",
-        )
+        told = f"{engine}: answered {status}: {raw[:_QUOTED_CHARS].decode(errors='replace')}"
+        if 400 <= status < 500:
+            raise EngineRefused(status, told, raw, to_client(headers))
+        raise ErrorReply(502, Reason.PREFILL_ERROR, told)
     try:
         params = msgspec.json.decode(raw, type=_Answer).kv_transfer_params
         is_null = bytes(params) == _NULL
@@ -396,7 +410,6 @@ def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
     return params.copy()
 
 
-Headers = list[tuple[str, str]]
 REQUEST_ID: Final = "X-Request-Id"
 
 _HOP_BY_HOP = {

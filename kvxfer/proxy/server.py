@@ -43,6 +43,7 @@ from kvxfer.proxy.bodies import (
     ClientBody,
     Drains,
     EngineGone,
+    EngineRefused,
     ErrorReply,
     NoKv,
     Reason,
@@ -130,7 +131,11 @@ class Proxy:
             raise
         self.metrics.fail(refused.reason)
         log.debug("%s: %s", refused.reason, refused)
-        reply = web.Response(status=refused.status, body=refused.body(), content_type=_JSON)
+        if isinstance(refused, EngineRefused):
+            reply = web.Response(status=refused.status, body=refused.raw)
+            reply.headers.extend(refused.headers)
+        else:
+            reply = web.Response(status=refused.status, body=refused.body(), content_type=_JSON)
         if (request_id := find(request.headers.items(), REQUEST_ID)) is not None:
             reply.headers[REQUEST_ID] = request_id
         return reply
@@ -356,7 +361,7 @@ class Proxy:
             raise self._unreachable(engine, Reason.PREFILL_UNREACHABLE, e) from e
         self.metrics.prefill_s.observe(time.monotonic() - sent_s)
         self._note_status(engine, answer.status)
-        params = read_params(str(engine), answer.status, raw)
+        params = read_params(str(engine), answer.status, raw, answer.headers.items())
         if self._settings.dispatch is Dispatch.TOGETHER:
             self._learn(engine, learned_params(params))
         return params

@@ -204,10 +204,9 @@ def test_a_message_without_an_end_is_ended(engine: Engine) -> None:
     part = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
     with RpcClient(engine.endpoint, connect_timeout_s=30) as client:
         assert engine.server.wait_ms == 250
-        with zmtp.connect(engine.endpoint) as peer:
-            with pytest.raises(ConnectionError):  # noqa: PT012
-                for _ in range(1000):
-                    peer.sendall(part)
+        with zmtp.connect(engine.endpoint) as peer, pytest.raises(ConnectionError):  # noqa: PT012
+            for _ in range(1000):
+                peer.sendall(part)
         assert client.ask(30) == INFO
 
 

@@ -58,7 +58,7 @@ NO_KV = [
 FAILED = [
     (give(200, b"<html>", "text/html"), 502, "prefill_unreadable"),
     (give(500, b"broken"), 502, "prefill_error"),
-    (give(404, b"no such model"), 404, "prefill_error"),
+    (give(302, b""), 502, "prefill_error"),
 ]
 
 
@@ -99,6 +99,29 @@ def test_a_failed_prefill_is_refused(answer: Answer, status: int, reason: str) -
             assert reply["error"]["message"].startswith(f"prefill {s.prefill[0].url}: ")
             assert [call.engine for call in s.calls] == ["p0"]  # never a plain request
             assert await s.failures() == {reason: 1}
+
+    run(scenario())
+
+
+def test_what_prefill_refuses_is_passed_on() -> None:
+    """As decode's refusals are: with what tells the client when to come again, and no address."""
+
+    async def busy(_request: web.Request) -> web.StreamResponse:
+        headers = {"Retry-After": "7", "Content-Type": "text/x-odd", "X-Request-Id": "r1"}
+        return web.Response(status=429, body=b"{'not': json", headers=headers)
+
+    async def scenario() -> None:
+        async with scene(prefill=busy) as s:
+            asked = {"data": b'{"prompt":"p"}', "headers": KEY}
+            async with s.client.post(s.url + PATHS[0], **asked) as reply:
+                assert (reply.status, reply.content_type) == (429, "text/x-odd")
+                assert await reply.read() == b"{'not': json"
+                for name, value in (("Retry-After", "7"), ("X-Request-Id", "r1")):
+                    assert reply.headers.getall(name) == [value]
+                for name in ("Content-Type", "Content-Length", "Date", "Server"):
+                    assert len(reply.headers.getall(name)) == 1
+            assert [call.engine for call in s.calls] == ["p0"]
+            assert await s.failures() == {"prefill_error": 1}
 
     run(scenario())
 
