@@ -121,7 +121,7 @@ class Member:
     """One engine, in one life after the other.
 
     ``is_usurper``: this life has another engine id on the same port. ``back_at_s``: when it is
-    started anew; None: it runs, or is about to.
+    started anew; None: it runs, or is about to. ``last_served``: the last life that has served.
     """
 
     shape: Shape
@@ -129,6 +129,7 @@ class Member:
     group: EngineGroup
     client: RpcClient | None = None
     lives: int = 1
+    last_served: int = 0
     is_usurper: bool = False
     back_at_s: float | None = None
     facts: dict[int, Facts] = field(default_factory=dict)
@@ -268,7 +269,7 @@ class Fleet:
         return member.client
 
     def _read_facts(self, member: Member) -> None:
-        member.facts = {}
+        member.facts, member.last_served = {}, member.lives
         for pid in member.pids:
             path = self._folder / f"{pid}.facts"
             facts = msgspec.json.decode(path.read_bytes(), type=Facts)

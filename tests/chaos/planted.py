@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ plan, session, sink_session, source_session = (
 )
 shm_direct, stream_machine = (_room(f"transports.{n}") for n in ("shm_direct", "stream_machine"))
 shared_memory = _room("tensors.shared_memory")
+scheduler = _room("engine.scheduler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +296,19 @@ def a_failed_load_counts() -> None:
     aggregator.KVOutputAggregator._note_failures = lambda *_: None
 
 
+# ------------------------------------------------------------------ engine
+
+
+def a_failed_load_ends_the_engine() -> None:
+    """Its processes end by themselves; a client notices a second before it can be seen."""
+
+    def fail(*_: object) -> None:
+        Finalize(None, time.sleep, args=(1.0,), exitpriority=0)
+        raise RuntimeError("a load has failed")
+
+    scheduler.Scheduler._load_failed = fail
+
+
 def _swap(owner: Any, old: object, new: object) -> None:
     """In a table of states."""
     owner.table = {key: new if each is old else each for key, each in owner.table.items()}
@@ -352,6 +368,7 @@ PLANTED: Sequence[Planted] = (
     Planted(block_ids_are_turned, "ids"),
     Planted(one_rank_speaks_for_all, "ids", kinds=(Kind.STOP,)),
     Planted(a_failed_load_counts, "ids", kinds=(Kind.RESET,), settings=NO_BOARD),
+    Planted(a_failed_load_ends_the_engine, "engine", kinds=(Kind.RESET,), settings=NO_BOARD),
 )
 BY_NAME = {each.name: each for each in PLANTED}
 

@@ -549,16 +549,23 @@ class Play:
                     self._fleet.bury(member)
                     self._fleet.restart(member)
                     self._say("restarted", member.name, f"life {member.lives}")
-            elif member.client is None and self._fleet.serves(member):
-                try:
-                    self._fleet.connect(member)
-                    self._say("serves", member.name, f"life {member.lives}")
-                except KvxferError as e:
-                    self._say("does not start", member.name, str(e))
-                    member.back_at_s = now_s + 0.2
-            elif member.client is not None and member.group.dead():
-                self.summary.lost.append(f"{member.name}: {member.group.dead()} died by itself")
+            elif member.last_served == member.lives and (dead := member.group.dead()):
+                # Also without a client: it may be the first to notice, and is gone then
+                self.summary.lost.append(f"{member.name}: {dead} died by itself")
                 member.back_at_s = now_s
+            elif member.client is None and self._fleet.serves(member):
+                self._meet(member)
+
+    def _meet(self, member: Member) -> None:
+        """A new life has reported. One that has died instead was not killed: that waits for it."""
+        try:
+            self._fleet.connect(member)
+            self._say("serves", member.name, f"life {member.lives}")
+        except KvxferError as e:
+            self._say("does not start", member.name, str(e))
+            if member.group.dead():
+                self.summary.lost.append(f"{member.name}: did not start: {e}")
+            member.back_at_s = time.monotonic() + 0.2
 
     def _besiege(self, member: Member, injection: Injection) -> None:
         params, facts = self._last_params.get(member.name), member.facts.get(injection.rank)
