@@ -32,7 +32,7 @@ plan, session, sink_session, source_session = (
 )
 shm_direct, stream_machine = (_room(f"transports.{n}") for n in ("shm_direct", "stream_machine"))
 shared_memory = _room("tensors.shared_memory")
-scheduler = _room("engine.scheduler")
+scheduler, engine_request = (_room(f"engine.{name}") for name in ("scheduler", "request"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +309,15 @@ def a_failed_load_ends_the_engine() -> None:
     scheduler.Scheduler._load_failed = fail
 
 
+def a_failed_load_ends_its_request() -> None:
+    """It is thrown away, as if its client had aborted it."""
+
+    def fail(self: Any, request: Any, _: str, events: Any) -> None:
+        self._finish(request, engine_request.Status.FINISHED_ABORTED, events)
+
+    scheduler.Scheduler._load_failed = fail
+
+
 def _swap(owner: Any, old: object, new: object) -> None:
     """In a table of states."""
     owner.table = {key: new if each is old else each for key, each in owner.table.items()}
@@ -369,6 +378,7 @@ PLANTED: Sequence[Planted] = (
     Planted(one_rank_speaks_for_all, "ids", kinds=(Kind.STOP,)),
     Planted(a_failed_load_counts, "ids", kinds=(Kind.RESET,), settings=NO_BOARD),
     Planted(a_failed_load_ends_the_engine, "engine", kinds=(Kind.RESET,), settings=NO_BOARD),
+    Planted(a_failed_load_ends_its_request, "engine", kinds=(Kind.RESET,), settings=NO_BOARD),
 )
 BY_NAME = {each.name: each for each in PLANTED}
 

@@ -107,7 +107,8 @@ class Summary(msgspec.Struct, kw_only=True):
 @dataclass(slots=True)
 class Sent:
     """A request at one engine. ``end``: how it has ended there, "" while it has not; ``load``: the
-    nonce of the offer that it loads, if any, and the engine's incarnation.
+    nonce of the offer that it loads, if any, and the engine's incarnation. ``was_aborted``: its
+    engine was told to abort it.
     """
 
     ask: Ask
@@ -123,6 +124,7 @@ class Sent:
     load: tuple[str, str]
     tokens: list[int] = field(default_factory=list)
     end: str = ""
+    was_aborted: bool = False
 
 
 class Play:
@@ -386,6 +388,7 @@ class Play:
     def _abort(self, sent: Sent) -> None:
         member = self._fleet[sent.engine]
         if member.lives == sent.life and member.client is not None:
+            sent.was_aborted = True
             self._say_to(member, Abort(sent.request_id))
 
     def _say_to(self, member: Member, message: ToEngine) -> None:
@@ -452,6 +455,8 @@ class Play:
         expected = self._fleet.answer(sent.prompt, sent.num_new if is_whole else len(sent.tokens))
         if tuple(sent.tokens) != expected:
             self.summary.wrong.append(f"{_who(sent)}: answered {sent.tokens}, expected {expected}")
+        if not is_whole and not (done.status == "FINISHED_ABORTED" and sent.was_aborted):
+            self.summary.lost.append(f"{_who(sent)}: {done.status}, and nobody asked for that")
         if sent.is_prefill:
             self._end(sent, "prefilled" if done.kv_transfer_params else done.status)
             if done.kv_transfer_params:
