@@ -318,6 +318,18 @@ def a_failed_load_ends_its_request() -> None:
     scheduler.Scheduler._load_failed = fail
 
 
+def an_engine_that_is_killed_later_errs() -> None:
+    """A handler fails once, early in the storm: the counters of that life are never asked for."""
+    add = source.Source.add
+
+    def err(self: Any, order: Any) -> None:
+        add(self, order)
+        if order.request_id.startswith("r5."):
+            raise RuntimeError("an offer has come")
+
+    source.Source.add = err
+
+
 def _swap(owner: Any, old: object, new: object) -> None:
     """In a table of states."""
     owner.table = {key: new if each is old else each for key, each in owner.table.items()}
@@ -379,6 +391,12 @@ PLANTED: Sequence[Planted] = (
     Planted(a_failed_load_counts, "ids", kinds=(Kind.RESET,), settings=NO_BOARD),
     Planted(a_failed_load_ends_the_engine, "engine", kinds=(Kind.RESET,), settings=NO_BOARD),
     Planted(a_failed_load_ends_its_request, "engine", kinds=(Kind.RESET,), settings=NO_BOARD),
+    Planted(
+        an_engine_that_is_killed_later_errs,
+        "engine",
+        kinds=(Kind.KILL_SCHEDULER,),
+        victims=("p0", "p1"),
+    ),
 )
 BY_NAME = {each.name: each for each in PLANTED}
 

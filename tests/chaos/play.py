@@ -56,7 +56,9 @@ COUNTED = (
 )
 """Counters of engines: what a setting was for has happened."""
 INTERNAL = ("io.errors", "loads.unforeseen", "offers.unforeseen")
-"""What must not be counted, whatever happens; the file PID.errors of the storm's folder has it."""
+"""What must not be counted, whatever happens; the file PID.errors of the storm's folder has it, and
+outlives a kill.
+"""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,6 +193,7 @@ class Play:
         self._fleet.close()
         wait_for_end(self._fleet.had_pids)
         summary.leaked += left_behind(self._fleet.had_pids, self._folder)
+        summary.lost += _errors_in(self._folder)
         self._look_for_wrong()
         self._look_at_flips()
         for kind in ("wrong", "lost", "hung", "leaked"):
@@ -692,6 +695,12 @@ def _order(injection: Injection) -> Order:
             return Order(wall_s=injection.duration_s)
         case _:
             return Order(reset=True)
+
+
+def _errors_in(folder: Path) -> list[str]:
+    """The last line of what each process has written of its errors."""
+    said = {path: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.errors"))}
+    return [f"{path.name}: {text.splitlines()[-1]}" for path, text in said.items() if text.strip()]
 
 
 def _key(member: Member, request_id: str) -> str:
