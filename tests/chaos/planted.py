@@ -330,6 +330,18 @@ def an_engine_that_is_killed_later_errs() -> None:
     source.Source.add = err
 
 
+def a_prefill_engine_offers_nothing() -> None:
+    """One of two: it computes its requests, and gives their KV to nobody."""
+    add = scheduler.Scheduler.add
+
+    def plain(self: Any, request: Any) -> None:
+        if self._config.engine_id.startswith("p1"):
+            request.kv_transfer_params = None
+        add(self, request)
+
+    scheduler.Scheduler.add = plain
+
+
 def _swap(owner: Any, old: object, new: object) -> None:
     """In a table of states."""
     owner.table = {key: new if each is old else each for key, each in owner.table.items()}
@@ -397,6 +409,7 @@ PLANTED: Sequence[Planted] = (
         kinds=(Kind.KILL_SCHEDULER,),
         victims=("p0", "p1"),
     ),
+    Planted(a_prefill_engine_offers_nothing, "engine"),
 )
 BY_NAME = {each.name: each for each in PLANTED}
 

@@ -264,6 +264,11 @@ class Play:
         while self._open or self._due:
             self._go_round()
         moved = self._ends - expected
+        given = self._prefills - prefills
+        if set(given) != {"prefilled"}:
+            self.summary.lost.append(
+                f"calm {when} the storm: expected all prefilled, got {dict(given)}"
+            )
         allowed = {"loaded", "cached"}
         if self._fleet.faults:  # of two ranks the one that finds a flip ends the offer of both
             allowed |= {f"computed: {reason}" for reason in (Reason.CORRUPT, Reason.ENDED)}
