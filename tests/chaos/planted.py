@@ -342,6 +342,18 @@ def a_prefill_engine_offers_nothing() -> None:
     scheduler.Scheduler.add = plain
 
 
+def a_decode_engine_loads_nothing() -> None:
+    """One of two: it computes every prompt itself, and says no word of it."""
+    num_external = scheduler.Scheduler._num_external_tokens
+
+    def none(self: Any, request: Any, num_hit: int) -> Any:
+        if self._config.engine_id.startswith("d1"):
+            return 0, False
+        return num_external(self, request, num_hit)
+
+    scheduler.Scheduler._num_external_tokens = none
+
+
 def _swap(owner: Any, old: object, new: object) -> None:
     """In a table of states."""
     owner.table = {key: new if each is old else each for key, each in owner.table.items()}
@@ -410,6 +422,7 @@ PLANTED: Sequence[Planted] = (
         victims=("p0", "p1"),
     ),
     Planted(a_prefill_engine_offers_nothing, "engine"),
+    Planted(a_decode_engine_loads_nothing, "engine"),
 )
 BY_NAME = {each.name: each for each in PLANTED}
 

@@ -272,13 +272,27 @@ class Play:
         allowed = {"loaded", "cached"}
         if self._fleet.faults:  # of two ranks the one that finds a flip ends the offer of both
             allowed |= {f"computed: {reason}" for reason in (Reason.CORRUPT, Reason.ENDED)}
-        if set(moved) - allowed or not moved["loaded"]:
+        if set(moved) - allowed:
             self.summary.lost.append(
                 f"calm {when} the storm: expected all loaded, got {dict(moved)}"
             )
+        self._expect_pairs(when, asks)
         self._ends, self._prefills = expected, prefills
         for request_id in [r for r, s in self._sent.items() if s.ask in asks]:
             del self._sent[request_id]
+
+    def _expect_pairs(self, when: str, asks: list[Ask]) -> None:
+        """KV has moved from each prefill engine to each decode engine, with a flip or without."""
+        pairs: dict[tuple[str, str], set[str]] = {(a.prefill, a.decode): set() for a in asks}
+        for sent in self._sent.values():
+            if sent.ask in asks and not sent.is_prefill:
+                pairs[sent.ask.prefill, sent.ask.decode].add(sent.end)
+        moving = {"loaded", f"computed: {Reason.CORRUPT}"} if self._fleet.faults else {"loaded"}
+        self.summary.lost += [
+            f"calm {when} the storm: {prefill} to {decode}: expected KV to move, got {sorted(ends)}"
+            for (prefill, decode), ends in pairs.items()
+            if not ends & moving
+        ]
 
     # ------------------------------------------------------------------ requests
 
@@ -479,8 +493,19 @@ class Play:
             if sent.is_foreign:
                 self.summary.wrong.append(f"{_who(sent)}: loaded the KV of another prompt")
         else:
-            end = "cached" if sent.has_params else "plain"
+            end = self._without_load(sent, done) if sent.has_params else "plain"
         self._end(sent, end)
+
+    def _without_load(self, sent: Sent, done: Done) -> str:
+        """It had params, and nothing is said to have failed: its KV was here, or a part of it and
+        another request has read the rest. vLLM's engines do not count its tokens here.
+        """
+        num_computed = done.num_prompt_tokens - done.num_cached_tokens
+        if num_computed <= self._fleet[sent.engine].shape.block_size:
+            return "cached"
+        if not done.num_cached_tokens:
+            self.summary.lost.append(f"{_who(sent)}: computed all of its KV, and none has failed")
+        return "cached in part"
 
     def _end(self, sent: Sent, end: str) -> None:
         sent.end = end
