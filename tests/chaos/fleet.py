@@ -24,7 +24,7 @@ from kvxfer.errors import KvxferError, PeerLost
 from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell, trace_thread
 from tests.chaos.content import VOCAB_SIZE, answer_of
 from tests.chaos.standing import look_at, more_of
-from tests.chaos.storm import LONGEST_PROMPT, Kind, Shape
+from tests.chaos.storm import LONGEST_PROMPT, STEP_TOKENS, Kind, Shape
 from tests.end_to_end.harness import tiny_model
 from tests.helpers import free_port
 from tests.two_hosts import DEVICE, Network
@@ -40,6 +40,7 @@ IMPATIENT: dict[str, Any] = {
     "pull_timeout_s": 1.5,
     "peer_silent_s": 1.0,
     "connect_timeout_s": 1.5,
+    "early_wait_s": 2.5,
 }
 """Every stop of 3 s and more is longer than each of them."""
 STREAM: dict[str, Any] = {"chunk_nbytes": 8192, "staging_slots": 3}
@@ -224,7 +225,7 @@ class Fleet:
             num_blocks=shape.num_tokens // shape.block_size,
             max_model_len=LONGEST_PROMPT + 64,
             max_num_seqs=64,
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=STEP_TOKENS,
             device=self._device,
             devices=devices,
             kv=load_config(self._settings | settings, environ={}).config,

@@ -132,6 +132,11 @@ def a_packed_chunk_leaves_whatever_happened() -> None:
     source.events_due = lambda _snapshot, _ended, event: [event]
 
 
+def nobody_is_told_of_an_offer() -> None:
+    """A source gives no answer to who asks for an offer by the router's id."""
+    source.Source._on_find = lambda *_: None
+
+
 # ------------------------------------------------------------------ board
 
 
@@ -384,6 +389,7 @@ PLANTED: Sequence[Planted] = (
         test="tests/connector/test_ends.py"
         "::test_a_chunk_that_was_packed_while_the_source_was_stuck_is_not_sent",
     ),
+    Planted(nobody_is_told_of_an_offer, "protocol"),
     Planted(an_end_stays_on_the_board, "board", kinds=(Kind.RESET,)),
     Planted(
         an_entry_opens_before_it_is_whole,

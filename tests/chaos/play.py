@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvxfer.connector.params import early_params, mint_request, prefill_params
 from kvxfer.engine.group import forkserver
 from kvxfer.engine.rpc import (
     Abort,
@@ -35,7 +36,7 @@ from kvxfer.transfer.wire import Reason
 from tests.chaos.attackers import besiege
 from tests.chaos.child import FLIPS, Order
 from tests.chaos.fleet import IMPATIENT, Fleet, Member, Usage, left_behind, wait_for_end
-from tests.chaos.storm import Ask, Injection, Kind, Plan, Twist
+from tests.chaos.storm import STEP_TOKENS, Ask, Injection, Kind, Plan, Twist
 from tests.hostile.cases import Target
 
 OFFER: dict[str, Any] = {"do_remote_decode": True}
@@ -45,8 +46,10 @@ ANSWER_S = 10.0
 """In which an engine without requests says how it stands."""
 REST_S = 30.0
 """In which everything comes back after a storm: twice the longest lease and stop."""
-NUM_CALM = 6
-"""Requests from each prefill to each decode engine, before and after the storm."""
+NUM_CALM = {Twist.PLAIN: 6, Twist.TOGETHER: 2}
+"""Requests from each prefill to each decode engine, before and after the storm. Who is asked early
+must have answered before: these come last.
+"""
 REMEMBERED_S = 1.5
 """A contact that failed is remembered for a second: what failed in the storm fails in the calm."""
 NUM_STALE = 64
@@ -151,6 +154,7 @@ class Play:
         self._wrong_seen = 0
         self._besiegers: list[Any] = []
         self._last_params: dict[str, dict[str, Any]] = {}
+        self._early: dict[int, Sent | None] = {}
         self._looked_at: set[tuple[str, int]] = set()
 
     # ------------------------------------------------------------------ the whole
@@ -242,27 +246,14 @@ class Play:
     def _calm(self, when: str) -> None:
         """Every prefill engine serves every decode engine, or that is a fault."""
         expected, prefills = Counter(self._ends), Counter(self._prefills)
-        number = itertools.count(len(self._plan.asks) if when == "before" else 10_000_000)
-        asks = [
-            Ask(
-                number=(each := next(number)),
-                seed=each * 7919 + self._plan.seed,
-                num_tokens=20 + 37 * i,
-                num_new=2,
-                prefill=prefill.name,
-                decode=decode.name,
-                twist=Twist.PLAIN,
-                wait_s=0.0,
-            )
-            for i in range(NUM_CALM)
-            for prefill in self._fleet
-            for decode in self._fleet
-            if prefill.shape.is_prefill and not decode.shape.is_prefill
-        ]
-        for ask in asks:
-            self._begin(ask)
-        while self._open or self._due:
-            self._go_round()
+        numbers = itertools.count(len(self._plan.asks) if when == "before" else 10_000_000)
+        asks: list[Ask] = []
+        for twist in NUM_CALM:
+            asks += (some := self._asks_of_calm(twist, numbers))
+            for ask in some:
+                self._begin(ask)
+            while self._open or self._due:
+                self._go_round()
         moved = self._ends - expected
         given = self._prefills - prefills
         if set(given) != {"prefilled"}:
@@ -281,16 +272,40 @@ class Play:
         for request_id in [r for r, s in self._sent.items() if s.ask in asks]:
             del self._sent[request_id]
 
+    def _asks_of_calm(self, twist: Twist, numbers: Iterator[int]) -> list[Ask]:
+        shortest = STEP_TOKENS + 1 if twist is Twist.TOGETHER else 20
+        return [
+            Ask(
+                number=(number := next(numbers)),
+                seed=number * 7919 + self._plan.seed,
+                num_tokens=shortest + 37 * i,
+                num_new=2,
+                prefill=prefill.name,
+                decode=decode.name,
+                twist=twist,
+                wait_s=0.0,
+            )
+            for i in range(NUM_CALM[twist])
+            for prefill in self._fleet
+            for decode in self._fleet
+            if prefill.shape.is_prefill and not decode.shape.is_prefill
+        ]
+
     def _expect_pairs(self, when: str, asks: list[Ask]) -> None:
-        """KV has moved from each prefill engine to each decode engine, with a flip or without."""
-        pairs: dict[tuple[str, str], set[str]] = {(a.prefill, a.decode): set() for a in asks}
+        """KV has moved from each prefill engine to each decode engine, with a flip or without,
+        whichever way it was asked for.
+        """
+        pairs: dict[tuple[str, str, str], set[str]] = {
+            (ask.prefill, ask.decode, ask.twist): set() for ask in asks
+        }
         for sent in self._sent.values():
-            if sent.ask in asks and not sent.is_prefill:
-                pairs[sent.ask.prefill, sent.ask.decode].add(sent.end)
+            if (ask := sent.ask) in asks and not sent.is_prefill:
+                pairs[ask.prefill, ask.decode, ask.twist].add(sent.end)
         moving = {"loaded", f"computed: {Reason.CORRUPT}"} if self._fleet.faults else {"loaded"}
         self.summary.lost += [
-            f"calm {when} the storm: {prefill} to {decode}: expected KV to move, got {sorted(ends)}"
-            for (prefill, decode), ends in pairs.items()
+            f"calm {when} the storm: {prefill} to {decode} ({twist}): expected KV to move, "
+            f"got {sorted(ends)}"
+            for (prefill, decode, twist), ends in pairs.items()
             if not ends & moving
         ]
 
@@ -305,15 +320,34 @@ class Play:
                 return False
             self._decode(ask, None, prompt, ask.decode)
             return True
+        if ask.twist is Twist.TOGETHER and self._begin_together(ask, prefill, prompt):
+            return True
         sent = self._send(prefill, ask, f"r{ask.number}", prompt, 1, OFFER)
         if sent is not None and ask.twist is Twist.ABORT_PREFILL:
             self._later(ask.wait_s, lambda: self._abort(sent))
+        return True
+
+    def _begin_together(self, ask: Ask, prefill: Member, prompt: tuple[int, ...]) -> bool:
+        """At both, as a router does that knows an answer of prefill; it may be of a life that has
+        ended. False: it knows none.
+        """
+        request = mint_request()
+        early = early_params(self._last_params.get(prefill.name), request)
+        if early is None:
+            return False
+        self._send(prefill, ask, f"r{ask.number}", prompt, 1, prefill_params(request))
+        self._early[ask.number] = self._decode(ask, early, prompt)
         return True
 
     def _prefilled(self, sent: Sent, params: dict[str, Any]) -> None:
         ask, prompt = sent.ask, sent.prompt
         self._last_params[sent.engine] = params
         match ask.twist:
+            case Twist.TOGETHER if ask.number in self._early:
+                loading = self._early[ask.number]
+                if loading is not None:
+                    loading.load = params["kvxfer"]["nonce"], loading.load[1]
+                return
             case Twist.UNTAKEN:
                 return
             case Twist.LATE:

@@ -1,6 +1,8 @@
 """The plan of a storm: requests with their twists, and what befalls the engines. Of a seed alone.
 
 Moments are numbers of requests: "when the 120th is sent". So a slower machine has the same storm.
+A seed of a record up to 2026-11-26 has another plan here: there no request goes to both engines at
+once. Such a storm is alike, and not the same.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Twist(enum.StrEnum):
     STALE = "params of an earlier request"
     LATE = "params after the lease"
     UNTAKEN = "never sent to decode"
+    TOGETHER = "sent to both at once"  # by the router's id; the offer grows
 
 
 WEIGHTS = {
@@ -41,6 +44,7 @@ WEIGHTS = {
     Twist.STALE: 4,
     Twist.LATE: 2,
     Twist.UNTAKEN: 2,
+    Twist.TOGETHER: 10,
 }
 
 
@@ -150,6 +154,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 LONGEST_PROMPT = 400
+STEP_TOKENS = 192
+"""What an engine computes in one step: the longer half of the prompts takes several."""
 THREAD_STOPS_S = (1.0, 3.0, 5.0)
 PROCESS_STOPS_S = (0.3, 1.2, 3.5)
 
@@ -175,11 +181,11 @@ def make_plan(
         Ask(
             number=number,
             seed=drawn.getrandbits(32),
-            num_tokens=drawn.choice((drawn.randrange(2, 40), drawn.randrange(20, LONGEST_PROMPT))),
+            num_tokens=_num_tokens(twist := drawn.choices(twists, weights)[0], drawn),
             num_new=drawn.randrange(1, 5),
             prefill=drawn.choice(prefills),
             decode=drawn.choice(decodes),
-            twist=drawn.choices(twists, weights)[0],
+            twist=twist,
             wait_s=drawn.choice((0.0, drawn.random() * 0.02, drawn.random() * 0.3)),
         )
         for number in range(num_requests)
@@ -194,6 +200,13 @@ def make_plan(
         for at, kind in zip(_moments(count, num_requests, drawn), order, strict=False)
     )
     return Plan(seed=seed, fleet=tuple(fleet), asks=asks, injections=injections)
+
+
+def _num_tokens(twist: Twist, drawn: random.Random) -> int:
+    """Of a prompt; where its offer is to grow, more than one step computes."""
+    if twist is Twist.TOGETHER:
+        return drawn.randrange(STEP_TOKENS + 1, LONGEST_PROMPT)
+    return drawn.choice((drawn.randrange(2, 40), drawn.randrange(20, LONGEST_PROMPT)))
 
 
 def _shuffled(kinds: Sequence[Kind], drawn: random.Random) -> list[Kind]:
