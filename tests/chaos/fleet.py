@@ -23,6 +23,7 @@ from kvxfer.engine.rpc import RpcClient
 from kvxfer.errors import KvxferError, PeerLost
 from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell, trace_thread
 from tests.chaos.content import VOCAB_SIZE, answer_of
+from tests.chaos.names import CLAIM, Names
 from tests.chaos.standing import look_at, more_of
 from tests.chaos.storm import LONGEST_PROMPT, STEP_TOKENS, Kind, Shape
 from tests.end_to_end.harness import tiny_model
@@ -170,6 +171,7 @@ class Fleet:
         faults: str = "",
         networks: Networks | None = None,
     ) -> None:
+        self.names = Names()
         self._networks = networks
         self._folder, self._seed = folder, seed
         self._planted, self.faults = planted, faults
@@ -239,7 +241,7 @@ class Fleet:
             port = free_port()
             claim = socket.socket(socket.AF_UNIX)
             try:
-                claim.bind(f"\0kvxfer-stormport-{port}")
+                claim.bind(f"\0{CLAIM.removeprefix('@')}{port}")
             except OSError:
                 claim.close()
                 continue
@@ -257,6 +259,7 @@ class Fleet:
             network=self._networks[not shape.is_prefill].pid if self._networks else 0,
         )
         group = EngineGroup(config, set_up=partial(set_up, spec))
+        self.names.made(str(vars(group)["_folder"]))
         self.had_pids.update(group.pids)
         return group
 
@@ -275,6 +278,7 @@ class Fleet:
             path = self._folder / f"{pid}.facts"
             facts = msgspec.json.decode(path.read_bytes(), type=Facts)
             member.facts[facts.rank] = facts
+            self.names.look_at(pid)
 
     def answer(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
         """What is right."""
@@ -437,17 +441,10 @@ def threads_of_zmq(pid: int) -> list[int]:
     return found
 
 
-def left_behind(pids: set[int], folder: Path) -> list[str]:
-    """Of engines that have ended: processes, shared memory, sockets."""
-    found = [f"process {pid} runs" for pid in pids if _runs(pid)]
-    sockets = Path("/proc/net/unix").read_text(encoding="ascii", errors="replace")
-    doors = {f"-{pid}" for pid in pids}
-    found += [
-        f"Unix socket {line.split()[-1]}"
-        for line in sockets.splitlines()
-        if "@kvxfer-storm-" in line and any(line.endswith(door) for door in doors)
-    ]
-    return found
+def left_behind(pids: set[int], names: Names) -> list[str]:
+    """Of engines that have ended: processes, shared memory, folders, sockets."""
+    running = [f"process {pid} runs" for pid in pids if _runs(pid)]
+    return running + [f"{name} is there" for name in names.left(pids)]
 
 
 def _runs(pid: int) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -202,6 +203,17 @@ def a_mapping_is_never_closed() -> None:
     """The pools of engines that have gone stay mapped."""
     kept: list[Any] = []
     shared_memory.MappedPool.close = lambda self: kept.append(self._tensor)
+
+
+def a_process_leaves_shared_memory() -> None:
+    """Each one a file, which nobody removes."""
+    begin = source.Source.__init__
+
+    def leave(self: Any, *args: Any, **kwargs: Any) -> None:
+        Path(f"/dev/shm/kvxfer-left-{os.getpid()}").write_bytes(bytes(64))
+        begin(self, *args, **kwargs)
+
+    source.Source.__init__ = leave
 
 
 # ------------------------------------------------------------------ plan
@@ -410,6 +422,7 @@ PLANTED: Sequence[Planted] = (
         kinds=(Kind.KILL_SCHEDULER, Kind.OTHER_LIFE),
         victims=("p0", "p1"),  # where the sinks die, too, their mappings go with them
     ),
+    Planted(a_process_leaves_shared_memory, "memory"),
     Planted(a_token_is_left_out, "plan"),
     Planted(heads_begin_at_the_first, "plan", wire="zmq"),
     Planted(a_slot_is_credited_before_it_was_read, "credits", wire="zmq"),

@@ -196,7 +196,7 @@ class Play:
         summary.lives = {member.name: member.lives for member in self._fleet}
         self._fleet.close()
         wait_for_end(self._fleet.had_pids)
-        summary.leaked += left_behind(self._fleet.had_pids, self._folder)
+        summary.leaked += left_behind(self._fleet.had_pids, self._fleet.names)
         summary.lost += _errors_in(self._folder)
         self._look_for_wrong()
         self._look_at_flips()

@@ -19,6 +19,7 @@ from kvxfer.engine.rpc import Abort, Done, Generate, RpcClient, ToClient, ToEngi
 from kvxfer.errors import PeerLost
 from tests.chaos.child import Spec
 from tests.chaos.fleet import ASIDE_S, IMPATIENT, MOST_GROWTH_NBYTES, Fleet, Member
+from tests.chaos.names import Names
 from tests.chaos.play import Play, Summary
 from tests.chaos.storm import Kind, Plan, Shape, Twist
 from tests.vllm import storm_worker
@@ -240,6 +241,7 @@ class VllmFleet(Fleet):
         settings: Mapping[str, Any] | None = None,
         faults: str = "",
     ) -> None:
+        self.names = Names()
         self._folder, self._seed, self._plan = folder, plan.seed, plan
         self._connector = dict(connector or {})
         self._settings = {**IMPATIENT, "log_level": "CRITICAL", **(settings or {})}
