@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 import zmq
+from zmq.utils import garbage
 
 from kvxfer.config import Config
 from kvxfer.tensors.shared_memory import make_pool
@@ -153,9 +154,9 @@ def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: s
     guard.join()
     wake.close()
     pool.close()
-    pipe.send(
-        [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-    )
+    # pyzmq has one for the process, from the first message on that is sent from its own memory
+    stay = (threading.main_thread(), garbage.gc.thread)
+    pipe.send([thread.name for thread in threading.enumerate() if thread not in stay])
 
 
 def _on_packed(

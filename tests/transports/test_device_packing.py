@@ -39,7 +39,7 @@ from kvxfer.transports.stream_packing import LEAST_BOUNCES, DevicePacker, make_p
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
-from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
+from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
 from tests.spoken import watch_dealers
 from tests.transports.host_gpu import HostGpu
@@ -395,11 +395,16 @@ def test_a_read_ends_where_there_is_no_pinned_memory_to_unpack_it_through(
 def test_a_transfer_ends_where_there_is_no_pinned_memory_to_pack_it_into(
     pair: Pair, is_staging: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    load(pair, 3)
+    (connection,) = connections_of(pair).all()
+    packer = _packer(pair.source)
+    packer._bounces.clear()
+    packer._num_bounces = 0
     with monkeypatch.context() as patched:
         if is_staging:
-            patched.setattr(ZmqSourceLane, "staging", _no_memory)
+            patched.setattr(connection.lane, "staging", _no_memory)
         else:
-            patched.setattr(_packer(pair.source)._gpu, "pinned", _no_memory)
+            patched.setattr(packer._gpu, "pinned", _no_memory)
         pair.start(key_of(1), a_move())
         pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
     assert SendStopped(key_of(1), Reason.READ_FAILED) in pair.said
