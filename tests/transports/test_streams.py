@@ -103,6 +103,17 @@ def carried(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
     return found
 
 
+def load_over(pair: Pair, num_streams: int, carried: Counter[bytes]) -> None:
+    """Loads until so many streams have carried chunks, and no more have: on a busy machine one
+    after the other does for some loads.
+    """
+    for number in range(1, 100):
+        load(pair, number)
+        if number >= 3 and len(+carried) >= num_streams:
+            break
+    assert len(+carried) == num_streams
+
+
 # ------------------------------------------------------------------ how many
 
 
@@ -114,9 +125,7 @@ def test_the_sink_says_how_many_and_the_source_bounds_it(
 ) -> None:
     with a_pair(source, sink) as pair:
         until_joined(pair, used)
-        for number in range(1, 4):
-            load(pair, number)
-        assert len([each for each, count in carried.items() if count]) == used
+        load_over(pair, used, carried)
         assert len(link_of(pair).dealers) == used
         (connection,) = connections_of(pair).all()
         pair.until(lambda: connection.table.is_idle)
@@ -504,9 +513,7 @@ def test_all_streams_have_curve_keys(
         pair.manifest = msgspec.structs.replace(pair.manifest, curve_public_key=PUBLIC_KEY)
         pair.sink.attach(pair.manifest)
         until_joined(pair, 4)
-        load(pair, 1)
-        load(pair, 2)
-    assert len([each for each, count in carried.items() if count]) == 4
+        load_over(pair, 4, carried)
 
 
 # ------------------------------------------------------------------ copy threads and frames
