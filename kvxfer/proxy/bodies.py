@@ -260,7 +260,7 @@ def _contradicts(most_tokens: _MostTokens) -> Callable[[_Asked], bool]:
         (most, _), least = most_tokens(asked), _number(asked.min_tokens)
         if least is None:
             return False
-        return least < 0 or (bool(most) and least > most)
+        return least < 0 or (most is not None and 0 < most < least)
 
     return is_in_the_way
 
