@@ -2,7 +2,7 @@
 
 Moments are numbers of requests: "when the 120th is sent". So a slower machine has the same storm.
 A seed of a record up to 2026-11-26 has another plan here: there no request goes to both engines at
-once. Such a storm is alike, and not the same.
+once. What befalls the engines is the same.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ WEIGHTS = {
     Twist.STALE: 4,
     Twist.LATE: 2,
     Twist.UNTAKEN: 2,
-    Twist.TOGETHER: 10,
 }
+TOGETHER_SHARE = 0.1
+"""Of all requests, whatever else they would be."""
 
 
 class Kind(enum.StrEnum):
@@ -181,11 +182,11 @@ def make_plan(
         Ask(
             number=number,
             seed=drawn.getrandbits(32),
-            num_tokens=_num_tokens(twist := drawn.choices(twists, weights)[0], drawn),
+            num_tokens=drawn.choice((drawn.randrange(2, 40), drawn.randrange(20, LONGEST_PROMPT))),
             num_new=drawn.randrange(1, 5),
             prefill=drawn.choice(prefills),
             decode=drawn.choice(decodes),
-            twist=twist,
+            twist=drawn.choices(twists, weights)[0],
             wait_s=drawn.choice((0.0, drawn.random() * 0.02, drawn.random() * 0.3)),
         )
         for number in range(num_requests)
@@ -199,14 +200,22 @@ def make_plan(
         _injection(at, kind, drawn, hit, longest_stop_s)
         for at, kind in zip(_moments(count, num_requests, drawn), order, strict=False)
     )
-    return Plan(seed=seed, fleet=tuple(fleet), asks=asks, injections=injections)
+    return Plan(
+        seed=seed, fleet=tuple(fleet), asks=tuple(_together(asks, seed)), injections=injections
+    )
 
 
-def _num_tokens(twist: Twist, drawn: random.Random) -> int:
-    """Of a prompt; where its offer is to grow, more than one step computes."""
-    if twist is Twist.TOGETHER:
-        return drawn.randrange(STEP_TOKENS + 1, LONGEST_PROMPT)
-    return drawn.choice((drawn.randrange(2, 40), drawn.randrange(20, LONGEST_PROMPT)))
+def _together(asks: Sequence[Ask], seed: int) -> Iterator[Ask]:
+    """Some of them go to both engines at once, with prompts of several steps, so that their offers
+    grow. Drawn apart: a seed keeps everything else that it had before there were such requests.
+    """
+    drawn = random.Random(f"together {seed}")
+    for ask in asks:
+        num_tokens = drawn.randrange(STEP_TOKENS + 1, LONGEST_PROMPT)
+        if drawn.random() < TOGETHER_SHARE:
+            yield msgspec.structs.replace(ask, twist=Twist.TOGETHER, num_tokens=num_tokens)
+        else:
+            yield ask
 
 
 def _shuffled(kinds: Sequence[Kind], drawn: random.Random) -> list[Kind]:
