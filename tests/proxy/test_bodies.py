@@ -139,14 +139,18 @@ def test_params_of_the_clients_own_have_no_second_way(path: str) -> None:
     assert json.loads(parse_body(path, json.dumps(asked).encode()).for_decode(None)) == asked
 
 
+NO_NUMBERS: tuple[Any, ...] = ("abc", [1], {}, 1.5, -1)
+NO_TRUTHS: tuple[Any, ...] = ("maybe", 2, [])
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        *(({"max_tokens": value}, "max_tokens") for value in ("abc", [], {}, 1.5, 0, -1)),
-        *(({"min_tokens": value}, "min_tokens") for value in ("abc", [1], -1)),
+        *(({"max_tokens": value}, "max_tokens") for value in (*NO_NUMBERS, 0)),
+        *(({"min_tokens": value}, "min_tokens") for value in NO_NUMBERS),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
-        *(({"stream": value}, "stream") for value in ("maybe", 2, [])),
+        *(({"stream": value}, "stream") for value in NO_TRUTHS),
         *(({"stream_options": {"x": 1}, **more}, "stream_options") for more in STREAMS_NOT),
         ({"stream_options": "x", "stream": True}, "stream_options"),
         ({"stream_options": {"include_usage": "maybe"}, "stream": True}, "stream_options"),

@@ -112,8 +112,8 @@ def test_what_prefill_refuses_is_passed_on() -> None:
 
     async def scenario() -> None:
         async with scene(prefill=busy) as s:
-            asked = {"data": b'{"prompt":"p"}', "headers": KEY}
-            async with s.client.post(s.url + PATHS[0], **asked) as reply:
+            url, data = s.url + PATHS[0], b'{"prompt":"p"}'
+            async with s.client.post(url, data=data, headers=KEY) as reply:
                 assert (reply.status, reply.content_type) == (429, "text/x-odd")
                 assert await reply.read() == b"{'not': json"
                 for name, value in (("Retry-After", "7"), ("X-Request-Id", "r1")):
