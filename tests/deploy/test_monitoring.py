@@ -336,8 +336,4 @@ def test_the_runbook_names_metrics_and_reasons_that_are_there() -> None:
     assert named <= {metric.exported for metric in METRICS}
     table = text.split("| reason | cause | remedy | look at |\n|---|---|---|---|\n")[1]
     told = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE))))
-    assert {reason.value for reason in Reason} - told == {
-        "plan",  # of a peer that is not kvxfer's
-        "cancelled",  # by the request's own client
-        "local_hit",  # no failure
-    }
+    assert {reason.value for reason in Reason} <= told

@@ -161,6 +161,7 @@ def test_other_devices_take_other_processes() -> None:
 
 
 WATCHER = """
+import time
 from subprocess import DEVNULL, PIPE, Popen
 from kvxfer.engine import collectives
 collectives._PEER_GRACE_S = 0.2

@@ -293,18 +293,13 @@ def _prefill_answer(frame: bytes, _: Path) -> object:
 
 
 def _to_engine(frame: bytes, _: Path) -> object:
-    frames = [[b"client", frame]]
+    frames = [zmq.Frame(b"client"), zmq.Frame(frame)]
     sent: list[object] = []
-
-    def recv(_: int) -> list[bytes]:
-        if not frames:
-            raise zmq.Again
-        return frames.pop()
-
     server = SimpleNamespace(
-        socket=SimpleNamespace(recv_multipart=recv),
         num_malformed=0,
+        _inbox=SimpleNamespace(receive=lambda: [frames]),
         _visitors=SimpleNamespace(meet=lambda: None),
+        _look=lambda: None,
         send=lambda *answer: sent.append(answer),
     )
     found = RpcServer.receive(cast(Any, server))
@@ -762,6 +757,7 @@ NO_INPUT: Mapping[str, str] = {
     "cli/plan.py:run_plan": "what it has encoded itself",
     "connector/board.py:Board.post": "a nonce that this process has drawn",
     "connector/params.py:make_params": "this engine's own endpoint",
+    "connector/records.py:FindOffer.name": "what it has encoded itself",
     "connector/scheduler_side.py:SchedulerConnector._refusal": "params have been parsed",
     "engine/group.py:EngineGroup._read_report": "a pipe to its own child",
     "engine/links.py:DriverLink.receive": "a socket to its own child",
