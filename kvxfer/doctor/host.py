@@ -110,17 +110,17 @@ def _lines(file: Path) -> list[str]:
 
 
 def is_of_this_machine(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
-        try:
-            tried.bind((address, 0))
-        except OSError as exc:
-            return exc.errno != errno.EADDRNOTAVAIL
-    return True
+    exc = _try_to_listen(address, 0)
+    return exc is None or exc.errno != errno.EADDRNOTAVAIL
 
 
 def why_not_free(address: str, port: int) -> str:
     """Why nobody can listen there now; "" if one can."""
+    exc = _try_to_listen(address, port)
+    return "" if exc is None else os.strerror(exc.errno or errno.EINVAL)
+
+
+def _try_to_listen(address: str, port: int) -> OSError | None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ does
@@ -128,8 +128,8 @@ def why_not_free(address: str, port: int) -> str:
             tried.bind((address, port))
             tried.listen()
         except OSError as exc:
-            return os.strerror(exc.errno or errno.EINVAL)
-    return ""
+            return exc
+    return None
 
 
 def listener_on(port: int) -> str:
