@@ -81,6 +81,18 @@ def pair_of(
     return prefill, decode
 
 
+def two_of_one_id(source: Side, sink: Side) -> tuple[Request, Request, Request]:
+    """A prefill that begins, and two requests that have come to decode with its id."""
+    name = mint_request()
+    prefill, decode = pair_of(source, sink, name)
+    _, other = pair_of(source, sink, name)
+    other.request_id = "other"
+    for each in (decode, other):
+        sink.scheduler.on_new_request(each)
+    begin(source, prefill)
+    return prefill, decode, other
+
+
 def begin(source: Side, prefill: Request, num_cached: int = 0) -> None:
     assert source.scheduler.on_new_request(prefill) is None
     assert source.ask(prefill, num_cached) == (0, False)
@@ -351,13 +363,7 @@ def test_what_waits_is_bounded() -> None:
 
 def test_two_requests_of_one_id_find_one_offer() -> None:
     with sides() as (source, sink):
-        name = mint_request()
-        prefill, decode = pair_of(source, sink, name)
-        _, other = pair_of(source, sink, name)
-        other.request_id = "other"
-        for each in (decode, other):
-            sink.scheduler.on_new_request(each)
-        begin(source, prefill)
+        prefill, decode, other = two_of_one_id(source, sink)
         source.step([(prefill, 16)])
         sink.until(lambda: is_found(sink, decode))
         assert sink.ask(other) == (None, False)  # the first one loads
@@ -419,13 +425,7 @@ def test_a_prefill_that_is_preempted_is_found_again(wire: str) -> None:
 
 def test_a_request_that_is_looked_for_again_holds_the_offer_before_no_more() -> None:
     with sides() as (source, sink):
-        name = mint_request()
-        prefill, decode = pair_of(source, sink, name)
-        _, other = pair_of(source, sink, name)
-        other.request_id = "other"
-        for each in (decode, other):
-            sink.scheduler.on_new_request(each)
-        begin(source, prefill)
+        prefill, decode, other = two_of_one_id(source, sink)
         source.step([(prefill, 48)])
         load_found(sink, decode)
         until(lambda: kept_by(sink.engine) == [decode.request_id, "other"])
