@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -63,6 +64,9 @@ def test_contenders_serve_the_same_requests_and_one_that_cannot_start_is_told(
         assert handover_ms is None if name == "plain" else handover_ms > 0
     for check in found["checks"]:
         assert (check["equal_tokens"], check["less_likely"]) == (check["new_tokens"], 0)
+    asked = Counter(check["contender"] for check in found["checks"])
+    again = (f"floor, again {number}" for number in (1, 2, 3))
+    assert asked == dict.fromkeys([*cells, *again], 3)
     assert len({check["prompt_tokens"] for check in found["checks"]}) == 3
     loaded = found["counters"]["kvxfer:zmq"]["decode"]["vllm:kvxfer_requests_loaded_total"]
     assert loaded == cells["kvxfer:zmq"]["requests"] + 3  # each request, and the checked prompts
