@@ -13,6 +13,8 @@ from kvxfer.transfer.costs import size_text
 
 MOST_LINES = 8
 """More cannot be told apart; the others are in the report's tables."""
+FAR_APART = 4.0
+"""The largest of y to the least: below that a logarithmic axis has one number or two on it."""
 
 R = TypeVar("R")
 
@@ -29,8 +31,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Both axes logarithmic, x in bytes. Raises ValueError for more than MOST_LINES lines, and
-    without a limit.
+    """x in bytes, logarithmic, and y too where its values lie far apart; else from 0 on. Raises
+    ValueError for more than MOST_LINES lines, and without a limit.
     """
 
     title: str
@@ -153,9 +155,14 @@ def _draw_lines(axes: Any, plot: Plot) -> None:  # noqa: ANN401  # matplotlib's
         style = next(limits) if each.is_limit else "o-"
         name = f"{each.name} (limit)" if each.is_limit else each.name
         axes.plot(each.x, each.y, style, markersize=4, label=name)
-    axes.set(yscale="log", xlabel=plot.x_name, ylabel=plot.y_name)
+    axes.set(xlabel=plot.x_name, ylabel=plot.y_name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda nbytes, _: size_text(nbytes))
+    heights = [y for each in plot.lines for y in each.y]
+    if max(heights) > FAR_APART * min(heights):
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    else:
+        axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     axes.grid(visible=True, which="both", alpha=0.3)

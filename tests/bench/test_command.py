@@ -212,6 +212,25 @@ def test_the_picture_says_where_when_and_how(tmp_path: Path) -> None:
     pyplot.close(figure)
 
 
+@pytest.mark.parametrize(("highest", "scale"), [(15.0, "linear"), (150.0, "log")])
+def test_an_axis_has_numbers_on_it(tmp_path: Path, highest: float, scale: str) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    closed: list[Any] = []
+    lines = tuple(Line(str(y), (4e6, 5e8), (9.0, y), y == highest) for y in (10.0, highest))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyplot, "close", closed.append)
+        assert draw(tmp_path / "p.png", Plot("Time", "bytes", "ms", lines), ())
+    (figure,) = closed
+    (axes,) = figure.axes
+    ticks = zip(axes.yaxis.get_ticklabels(which="both"), axes.yaxis.get_ticklocs(), strict=False)
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == scale
+    if scale == "linear":
+        assert low == 0
+        assert sum(bool(label.get_text()) and low <= at <= high for label, at in ticks) >= 4
+    pyplot.close(figure)
+
+
 def test_a_case_fits_80_columns() -> None:
     for cell in cells("HND16->HND16", ["sockets", "NIXL READ, no thread"]):
         assert len(line_of(CELL, cell, SHOWN)) == len(head_of(SHOWN)) <= 80
