@@ -55,9 +55,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from kvxfer.bench.contenders import is_installed
-from kvxfer.bench.core import ContenderLost, Report, WrongBytes, facts_of, tell_lost
+from kvxfer.bench.core import ContenderLost, Report, Table, WrongBytes, facts_of, tell_lost
 from kvxfer.bench.frame import count, positive, words_of
 from kvxfer.bench.slow_link import ADDRESSES, SlowLink, Speed, slow_link
+from scripts.benchmarks import handover_trace
+from scripts.benchmarks.handover_trace import Legs, Window, legs_tables
 from scripts.benchmarks.load_pairs import Pair
 from scripts.benchmarks.load_plan import (
     BY_NAME,
@@ -78,6 +80,7 @@ from scripts.benchmarks.load_plan import (
 from scripts.benchmarks.load_stats import (
     FLOOR,
     NEAR,
+    Answer,
     Check,
     Objective,
     Served,
@@ -140,6 +143,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--pairs", type=count, help="engine pairs that are there together (default: what fits)")
     add("--engine", action="append", default=[], metavar="ARG=VALUE", help="for all engines")
     add("--link", type=link_speed, metavar="GBIT,MS", help="between both engines, as in 1,1")
+    add("--trace", action="store_true", help="where hand-overs' time goes; each takes longer so")
     add("--seed", type=int, default=1, help="of arrivals, lengths and prompts")
     add("--out", type=Path, default=Path("scripts/results"), help="folder of the results")
     add("--note", default="", help="of this machine, for the report")
@@ -281,6 +285,7 @@ class Run:
     link: SlowLink | None = None
     served: list[Served] = field(default_factory=list)
     own: dict[int, Served] = field(default_factory=dict)
+    legs: list[Legs] = field(default_factory=list)
 
     def all(self) -> None:
         """Groups of pairs that have room together; the floor's pair first, whose tokens the others
@@ -406,10 +411,26 @@ class Run:
 
     def segment(self, contender: Contender, pair: Pair, load: Load, number: int) -> None:
         jobs = self.plan.jobs(load, number)
-        begun_s, answers = pair.serve(contender, jobs, f"{contender.name} {load} {number}")
+        label = f"{contender.name} {load} {number}"
+        begun_s, answers = pair.serve(contender, jobs, label)
+        if contender.kind != "early":  # whose decode is asked before prefill has answered
+            self.note_legs(contender, load, label, answers)
         found = merged(contender.name, str(load), number, jobs, begun_s, answers)
         self.served += found
         self.report.records["requests"] += [each.record() for each in found]
+
+    def note_legs(
+        self, contender: Contender, load: Load, label: str, answers: Sequence[Answer]
+    ) -> None:
+        """What decode's core has noted of the hand-overs of a segment."""
+        by_index: dict[int, list[Answer]] = {}
+        for answer in answers:
+            by_index.setdefault(answer.index, []).append(answer)
+        for window in Window.read(self.folder):
+            segment, _, name = window.request_id.rpartition("/")
+            told = by_index.get(int(name.partition("-")[0]), []) if segment == label else []
+            if any(a.prefilled_s for a in told) and any(a.asked_s and a.token_s for a in told):
+                self.legs.append(Legs(str(load), contender.name, window.legs_us(told)))
 
     def counters(self, contender: Contender, pair: Pair) -> None:
         if contender.has_connector:
@@ -419,6 +440,8 @@ class Run:
     def write(self, *, is_last: bool = False) -> None:
         whole = {each.name: each.kind == "plain" for each in self.plan.contenders}
         self.report.records["cells"] = cells_of(self.served, self.objective, whole)
+        if self.legs:
+            self.report.records["legs"] = self.legs
         self.report.records["aims"] = aims_of(self.served, *early_pairs(self.plan))
         self.report.write(is_last=is_last)
 
@@ -470,9 +493,14 @@ def report_of(plan: Plan, arguments: argparse.Namespace) -> Report:
         **({"link": arguments.link.words} if arguments.link is not None else {}),
     }
     title = "Requests on vLLM engines, open loop"
-    report = Report(arguments.out, "vllm_load", title, facts, tables, plot_for(model.kv_nbytes))
+    plot = plot_for(model.kv_nbytes)
+    report = Report(arguments.out, "vllm_load", title, facts, all_tables, plot)
     report.records = {"cells": [], "checks": [], "counters": {}, "requests": []}
     return report
+
+
+def all_tables(report: Report) -> list[Table]:
+    return [*tables(report), *legs_tables(report.records.get("legs", []))]
 
 
 def tokens_told(checks: list[Check]) -> list[str]:
@@ -506,6 +534,8 @@ def main() -> int:
     status = 0
     with tempfile.TemporaryDirectory(prefix="vllm-load-") as made, ending_on_signals():
         folder = Path(made)
+        if arguments.trace:
+            os.environ[handover_trace.FOLDER] = made
         plan, left_out = plan_of(arguments, folder)
         report = report_of(plan, arguments)
         report.lost |= left_out

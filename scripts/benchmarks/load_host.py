@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from kvxfer.connector.params import early_params, mint_request
+from scripts.benchmarks import handover_trace
 from scripts.benchmarks.load_plan import Job, prompt_of
 from scripts.benchmarks.load_stats import Answer
 
@@ -91,6 +92,7 @@ class _Ask:
     cached_tokens: int = 0
     params: dict[str, Any] | None = None
     reason: str = ""
+    asked_s: float = 0.0
 
 
 def do_without_cutlass() -> None:
@@ -111,6 +113,10 @@ class SeededWeights:
     """Methods that vLLM's worker gets (``worker_extension_cls``)."""
 
     model_runner: Any
+
+    def note_handovers(self, folder: str) -> None:
+        """Of one worker in the process of its engine core."""
+        handover_trace.install(Path(folder))
 
     def seed_weights(self) -> None:
         """Give every parameter values that follow from its name alone. vLLM's dummy weights are all
@@ -240,6 +246,7 @@ class EngineHost:
         self, ask: _Ask, request_id: str, prompt: Any, max_tokens: int, params: Any
     ) -> str:
         """Why it went wrong, or nothing."""
+        ask.asked_s = time.perf_counter()
         try:
             async for output in self._generate(
                 request_id, prompt, max_tokens, params, ask.num_likely
@@ -339,6 +346,8 @@ async def _started(engine_args: dict[str, Any], is_seeded: bool) -> Any:
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
     if is_seeded:
         await engine.collective_rpc("seed_weights")
+    if folder := os.environ.get(handover_trace.FOLDER):
+        await engine.collective_rpc("note_handovers", args=(folder,))
     return engine
 
 
@@ -353,6 +362,7 @@ def _answer(
     return Answer(
         index=job.index,
         prefilled_s=prefilled_s,
+        asked_s=ask.asked_s,
         token_s=tuple(ask.token_s),
         tokens=tuple(ask.tokens),
         likely=tuple(ask.likely),

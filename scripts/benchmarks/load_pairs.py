@@ -20,6 +20,7 @@ from typing import Any
 from kvxfer.bench.core import ContenderLost
 from kvxfer.bench.slow_link import SlowLink
 from kvxfer.bench.workers import Worker, method_for
+from scripts.benchmarks import handover_trace
 from scripts.benchmarks.load_host import DECODE, PREFILL, WARM_OUTPUT, WHOLE, EngineHost, Part
 from scripts.benchmarks.load_plan import SIDES, Contender, Job, Plan, engine_args
 from scripts.benchmarks.load_stats import FLOOR, Answer
@@ -64,6 +65,8 @@ class Pair:
         side, gpus, port = SIDES[at], self.plan.gpus, _free_port()
         environment = ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         environment |= {"VLLM_PORT": str(port + 4)}
+        if side == "prefill":
+            environment[handover_trace.FOLDER] = ""  # decode's core alone notes its calls
         environment |= {"CUDA_VISIBLE_DEVICES": gpus[at]} if gpus else ON_CPUS
         make: Callable[..., object] = EngineHost
         if self.link is not None:

@@ -34,6 +34,7 @@ class Answer:
 
     Attributes:
         prefilled_s: when prefill had answered; None: another engine's part, or no prefill.
+        asked_s: when the engine was asked.
         cached_tokens: of the prompt, that the engine did not compute.
         runs: how many blocks the KV lies in, and how many runs of rising ids these make.
         likely: of each token, where it was asked for, the likeliest ones' log probabilities.
@@ -41,6 +42,7 @@ class Answer:
 
     index: int
     prefilled_s: float | None = None
+    asked_s: float = 0.0
     token_s: tuple[float, ...] = ()
     tokens: tuple[int, ...] = ()
     cached_tokens: int = 0

@@ -48,7 +48,7 @@ def test_contenders_serve_the_same_requests_and_one_that_cannot_start_is_told(
     tmp_path: Path,
 ) -> None:
     names = ("floor", "plain", "kvxfer,wire=zmq", "kvxfer,name=bad,lease_s=-1")
-    run = started(tmp_path, *(f"--contender={name}" for name in names))
+    run = started(tmp_path, "--trace", *(f"--contender={name}" for name in names))
     said, _ = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1, said
     found = result(tmp_path)
@@ -68,6 +68,11 @@ def test_contenders_serve_the_same_requests_and_one_that_cannot_start_is_told(
     again = (f"floor, again {number}" for number in (1, 2, 3))
     assert asked == dict.fromkeys([*cells, *again], 3)
     assert len({check["prompt_tokens"] for check in found["checks"]}) == 3
+    legs = {each["contender"]: each["legs_us"] for each in found["legs"]}
+    assert legs.keys() == {"floor", "kvxfer:zmq"}  # plain engines hand nothing over
+    assert {"Scheduler.schedule", "UniProcExecutor.execute_model"} <= legs["floor"].keys()
+    assert "KvxferConnector.bind_connector_metadata" in legs["kvxfer:zmq"]
+    assert all(value >= 0 for each in legs.values() for value in each.values())
     loaded = found["counters"]["kvxfer:zmq"]["decode"]["vllm:kvxfer_requests_loaded_total"]
     assert loaded == cells["kvxfer:zmq"]["requests"] + 3  # each request, and the checked prompts
     shown = [line for line in said.splitlines() if str(tmp_path) not in line]
