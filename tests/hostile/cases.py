@@ -451,10 +451,11 @@ def _content(piece: bytes) -> bytes:
     return piece[9:] if piece[0] & 2 else piece[2:]
 
 
-def repeat(case: Case, target: Target, address: str) -> None:
+def repeat(case: Case, target: Target, address: str, on_round: Callable[[], object]) -> None:
     """Round after round until the process is ended: as an attacker that comes back at once."""
     while True:
         try:
             attack(case, target, address)
         except OSError:
             time.sleep(0.01)
+        on_round()

@@ -45,10 +45,12 @@ def mutated(chance: random.Random, form: Form, seeds: tuple[bytes, ...]) -> byte
 
 
 def _parse(form: Form, frame: bytes) -> Any:
+    """None for what is no tree, or a deeper one than mutations follow."""
     if form in ("text", "bytes"):
         return None
     try:
-        return json.loads(frame) if form == "json" else msgspec.msgpack.decode(frame)
+        tree = json.loads(frame) if form == "json" else msgspec.msgpack.decode(frame)
+        return _copied(tree)  # as deep as this goes: Python's limit is below that of decoders
     except (ValueError, RecursionError):
         return None
 
