@@ -43,7 +43,7 @@ IMPATIENT: dict[str, Any] = {
     "connect_timeout_s": 1.5,
     "early_wait_s": 2.5,
 }
-"""Every stop of 3 s and more is longer than each of them."""
+"""Every stop of 3 s and more is longer than each of them but the longest hold."""
 STREAM: dict[str, Any] = {"chunk_nbytes": 8192, "staging_slots": 3}
 """Staging is full as soon as two requests move, and a transfer has many chunks."""
 MOST_GROWTH_NBYTES = 64 << 20
