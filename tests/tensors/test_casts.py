@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replace_shape
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,15 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.errors import IncompatiblePeer
+from kvxfer.kernels import cast_work
+from kvxfer.tensors import device_copy, element_cast
+from kvxfer.tensors import strided_copy as copying
 from kvxfer.tensors.device_copy import DeviceCopier, bind_copy, bind_side
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
 from kvxfer.tensors.strided_index import Ids, side_ids
+from kvxfer.transfer import plan as planning
+from kvxfer.transfer.casts import Values
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest, validate_manifest
@@ -68,8 +74,12 @@ def make_sides(source: EngineManifest, sink: EngineManifest, num_tokens: int = T
 
 
 def check(sides: Sides, wire: str, chunk_nbytes: int = 1500) -> None:
+    expect_casts(sides, carried_out(sides, wire, chunk_nbytes))
+
+
+def carried_out(sides: Sides, wire: str, chunk_nbytes: int) -> dict[RankId, list[Bytes]]:
     """Whole engines, as the transports drive them: plan, Pull, chunk list. ``wire``: direct or
-    chunks, and by which code.
+    chunks, and by which code. Returns what the source's memories were before.
     """
     before = {rank: [m.copy() for m in memories] for rank, memories in sides.given.items()}
     for route in make_plan(sides.source, sides.sink).routes:
@@ -83,6 +93,11 @@ def check(sides: Sides, wire: str, chunk_nbytes: int = 1500) -> None:
         how = by_kernel if "kernel" in wire else on_cpu
         nbytes = how(move, chunk_nbytes if "chunks" in wire else 0)
         assert nbytes == route_nbytes(pull_classes(route, {0: TOKENS}))
+    return before
+
+
+def expect_casts(sides: Sides, before: dict[RankId, list[Bytes]]) -> None:
+    """By the oracle."""
     for entry in sides.sink.ranks:
         want = build_memories(entry, POISON)
         any_nan = expect_cast(sides.source, before, entry, want, sides.ids, TOKENS)
@@ -195,8 +210,14 @@ def some_pairs() -> list[Pair]:
     return found
 
 
+def sides_of(pair: Pair, name: str = "") -> tuple[EngineManifest, EngineManifest]:
+    """``name``: of the shapes, if they are not those of most tests."""
+    source, sink = SHAPES[name] if name else (SOURCE, SINK)
+    return cast_engine(source, "source", *pair[:2]), cast_engine(sink, "sink", *pair[2:])
+
+
 def check_pair(pair: Pair, wire: str) -> None:
-    source, sink = cast_engine(SOURCE, "source", *pair[:2]), cast_engine(SINK, "sink", *pair[2:])
+    source, sink = sides_of(pair)
     if pair[:2] == pair[2:]:  # of the same scales nothing is cast
         sink = with_scales(sink, 1.25)
     check(make_sides(source, sink), wire, 3000)
@@ -283,9 +304,7 @@ def has_no_shape(name: str, kind: Pair) -> bool:
 
 
 def check_shapes(name: str, kind: Pair, wire: str) -> None:
-    source, sink = SHAPES[name]
-    sides = cast_engine(source, "source", *kind[:2]), cast_engine(sink, "sink", *kind[2:])
-    check(make_sides(*sides), wire, 700)
+    check(make_sides(*sides_of(kind, name)), wire, 700)
 
 
 @pytest.mark.parametrize("wire", ["direct", "chunks"])
@@ -309,6 +328,105 @@ def test_shapes(name: str, kind: Pair, wire: str) -> None:
 )
 def test_shapes_by_kernel(name: str, kind: Pair, wire: str) -> None:
     check_shapes(name, kind, wire)
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def heads_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head has the scale of another one."""
+    scales_of = copying._scales
+
+    def scales(values: Values, region: int) -> torch.Tensor | None:
+        found = scales_of(values, region)
+        return None if found is None else found.flip(0)
+
+    monkeypatch.setattr(copying, "_scales", scales)
+
+
+def scales_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sink's elements are made with the source's scales."""
+    sides_of_pair = planning._sides
+
+    def sides(pair: planning._Pair) -> tuple[Side, Side]:
+        source, sink = sides_of_pair(pair)
+        assert source.values
+        assert sink.values
+        return source, replace(sink, values=replace(sink.values, scales=source.values.scales))
+
+    monkeypatch.setattr(planning, "_sides", sides)
+
+
+def truncated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To bfloat16 by leaving the lower half of each float32 out."""
+    quantised = element_cast.quantised
+
+    def cut(values: torch.Tensor, dtype: str, *more: Any, **options: Any) -> Bytes:
+        values.view(torch.int32).bitwise_and_(-65536)
+        return quantised(values, dtype, *more, **options)
+
+    monkeypatch.setattr(copying, "quantised", cut)
+
+
+def nothing_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is larger than the largest number of a type becomes an infinity."""
+    monkeypatch.setattr(element_cast, "LARGEST", {})
+
+
+def times_the_reciprocal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a scale that is no power of two, where it has to be divided."""
+
+    def words(values: Values, num_heads: int, *, is_sink: bool) -> tuple[int, Ids]:
+        if not is_sink or not values.scales:
+            return cast_work.ONE, np.zeros(0, np.int64)
+        scales = 1 / np.array([each * num_heads for each in values.scales], np.float32)
+        return cast_work.INVERSE, scales.reshape(-1).view(np.int32).astype(np.int64)
+
+    monkeypatch.setattr(device_copy, "_scale_words", words)
+
+
+def channels_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes channels that are apart for those of a cell."""
+    monkeypatch.setattr(cast_work.CastEnd, "has_channels_apart", False)
+
+
+@pytest.fixture
+def forget() -> Iterator[Callable[[], None]]:
+    """Drops the launches that are remembered; also in the end, those with a fault."""
+    yield device_copy._plan_cast.cache_clear
+    device_copy._plan_cast.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("plant", "pair", "name", "wire"),
+    [
+        (heads_in_another_order, ("float8_e4m3fn", "head", "float16", "none"), "", "direct"),
+        (heads_in_another_order, KINDS[0], "", "chunks"),
+        (scales_of_the_source, KINDS[3], "", "direct"),
+        (scales_of_the_source, KINDS[3], "", "kernel"),
+        (truncated, ("float32", "none", "bfloat16", "none"), "", "chunks"),
+        (nothing_saturates, ("float16", "none", "float8_e5m2", "tensor"), "", "chunks"),
+        (times_the_reciprocal, ("bfloat16", "none", "float32", "tensor"), "", "kernel"),
+        (channels_side_by_side, KINDS[3], "K turned", "kernel"),
+    ],
+)
+def test_planted_casts_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    pair: Pair,
+    name: str,
+    wire: str,
+    monkeypatch: pytest.MonkeyPatch,
+    forget: Callable[[], None],
+) -> None:
+    """The oracle tells of each."""
+    engines = sides_of(pair, name)
+    check(make_sides(*engines), wire)
+    forget()
+    sides = make_sides(*engines)
+    plant(monkeypatch)
+    before = carried_out(sides, wire, 1500)
+    with pytest.raises(AssertionError, match="bytes differ"):
+        expect_casts(sides, before)
 
 
 # ---------------------------------------------------------------- ranks that share tokens

@@ -93,6 +93,15 @@ class Case:
                 unpack(sink, wanted, chunk, self.sink_ids, taken, dense)
         return memories
 
+    def differing(self, plan: Plan, spans: Spans, chunk_nbytes: int) -> list[str]:
+        """The kinds of wires whose copies are not the oracle's."""
+        expected = self.expected(spans)
+        found = {
+            "direct": self.copied(plan, spans),
+            "stream": self.streamed(plan, spans, chunk_nbytes),
+        }
+        return [wire for wire, memories in found.items() if not same(memories, expected)]
+
 
 def same(first: Memories, second: Memories) -> bool:
     """Byte for byte, neighbours too."""

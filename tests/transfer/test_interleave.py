@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace as replace_shape
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +16,11 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvxfer.errors import IncompatiblePeer, ProtocolError
+from kvxfer.tensors import strided_index
 from kvxfer.tensors.strided_index import side_ids
+from kvxfer.transfer import interleave
 from kvxfer.transfer.chunks import chunk_list
-from kvxfer.transfer.interleave import MAX_PERIOD, WHOLE, Interleave, shared
+from kvxfer.transfer.interleave import MAX_PERIOD, WHOLE, Interleave, Shared, shared
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import EngineManifest, RankId, validate_manifest
 from kvxfer.transfer.plan import make_plan
@@ -115,9 +119,7 @@ def check_copies(sizes: tuple[int, int], data: st.DataObject, num_tokens: int) -
     plan = make_plan(case.source, case.sink)
     lo = data.draw(st.integers(0, num_tokens))
     spans = {0: (lo, data.draw(st.integers(lo, num_tokens)))}
-    expected = case.expected(spans)
-    assert same(case.copied(plan, spans), expected)
-    assert same(case.streamed(plan, spans, data.draw(st.integers(1, 200))), expected)
+    assert not case.differing(plan, spans, data.draw(st.integers(1, 200)))
 
 
 @pytest.mark.parametrize(("source_cp", "sink_cp"), PAIRS)
@@ -186,6 +188,69 @@ def test_layers_of_other_stages_keep_their_interleave() -> None:
         RankId(pp, tp) for pp in range(3) for tp in range(2)
     }
     assert same(case.copied(plan, spans), case.expected(spans))
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def runs_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's own tokens are counted as if each run had one."""
+    monkeypatch.setattr(Interleave, "own", lambda kept, token: token // kept.size)
+
+
+def whole_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what two ranks share the tokens behind the last whole period are not counted."""
+    monkeypatch.setattr(Shared, "count", lambda each, end: end // each.period * each.num_tokens)
+
+
+def ranks_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank has the first run."""
+    runs = interleave._runs
+
+    def swapped(kept: Interleave, lo: int, hi: int) -> Iterator[tuple[int, int]]:
+        return runs(replace(kept, index=kept.size - 1 - kept.index), lo, hi)
+
+    monkeypatch.setattr(interleave, "_runs", swapped)
+
+
+def one_unit_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each period the second unit is taken for the first."""
+    first_units = strided_index._first_units
+    monkeypatch.setattr(
+        strided_index, "_first_units", lambda stripe: np.roll(first_units(stripe), -1)
+    )
+
+
+@pytest.fixture
+def forget() -> Iterator[Callable[[], None]]:
+    """Drops what was found and is remembered; also in the end, what was found with a fault."""
+    remembering = (shared, strided_index._first_units)
+
+    def clear() -> None:
+        for each in remembering:
+            each.cache_clear()
+
+    yield clear
+    clear()
+
+
+@pytest.mark.parametrize(
+    "plant", [runs_of_one_token, whole_periods, ranks_the_other_way_round, one_unit_further]
+)
+def test_planted_interleaves_are_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    forget: Callable[[], None],
+) -> None:
+    """The oracle tells of each on every kind of wire."""
+    two = EngineShape(tp_size=2, num_kv_heads=1, cp_size=2, num_layers=1)
+    source = replace_shape(two, cp_run=4)
+    sink = replace_shape(two, cp_run=3, block_tokens=12, layout="NHD")
+    case, spans = Case(source, sink, 70), {0: (5, 67)}
+    assert not case.differing(make_plan(case.source, case.sink), spans, 100)
+    forget()
+    plant(monkeypatch)
+    assert case.differing(make_plan(case.source, case.sink), spans, 100) == ["direct", "stream"]
 
 
 # ---------------------------------------------------------------- growing
