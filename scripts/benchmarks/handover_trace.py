@@ -58,14 +58,14 @@ _POINTS: tuple[Point, ...] = (
     ),
 )
 """Methods of vLLM 0.26 to 0.33; what a version lacks is left out."""
-BEFORE, TO_CORE, REST = "prefill's answer to its call", "to the engine core", "the core's rest"
-TO_CLIENT = "the first token to its client"
+BEFORE, TO_CORE = "until decode is asked", "until the engine core has it"
+REST, TO_CLIENT = "the rest of the core", "until the client has the token"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """One request in the core; ``calls``: seconds of each noted call, by name, in the order in
-    which they first began. Times are of the clock that all processes of a host share.
+    which they first ended. Times are of the clock that all processes of a host share.
     """
 
     request_id: str
