@@ -25,6 +25,7 @@ CLOCK = "time"
 # ------------------------------------------------------------------ what may be
 
 FROM_INSIDE: Mapping[str, str] = {
+    "tests/planted.py": "plants faults in the arithmetic of copies, which oracles have to find",
     "tests/chaos/planted.py": "plants faults in the tables, which storms have to find",
     "tests/chaos/child.py": "slows copies down, so that storms come in the middle of them",
     "tests/chaos/mangling.py": "loses and repeats messages in processes of their own",

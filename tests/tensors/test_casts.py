@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replace_shape
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,20 +16,16 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.errors import IncompatiblePeer
-from kvxfer.kernels import cast_work
-from kvxfer.tensors import device_copy, element_cast
-from kvxfer.tensors import strided_copy as copying
 from kvxfer.tensors.device_copy import DeviceCopier, bind_copy, bind_side
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
 from kvxfer.tensors.strided_index import Ids, side_ids
-from kvxfer.transfer import plan as planning
-from kvxfer.transfer.casts import Values
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest, validate_manifest
 from kvxfer.transfer.plan import CopyClass, DenseOrder, Route, Side, make_plan
 from kvxfer.transfer.pull import PullResolver, pull_class, route_nbytes
+from tests import planted
 from tests.builders import EngineShape, build_memories, pull_classes, scattered_ids
 from tests.casts import SCALES, TYPES, cast_engine, expect_cast, fill, settle_nans
 from tests.tensors.strided_cases import POISON, assert_same_bytes
@@ -333,98 +328,31 @@ def test_shapes_by_kernel(name: str, kind: Pair, wire: str) -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-def heads_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each head has the scale of another one."""
-    scales_of = copying._scales
-
-    def scales(values: Values, region: int) -> torch.Tensor | None:
-        found = scales_of(values, region)
-        return None if found is None else found.flip(0)
-
-    monkeypatch.setattr(copying, "_scales", scales)
-
-
-def scales_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sink's elements are made with the source's scales."""
-    sides_of_pair = planning._sides
-
-    def sides(pair: planning._Pair) -> tuple[Side, Side]:
-        source, sink = sides_of_pair(pair)
-        assert source.values
-        assert sink.values
-        return source, replace(sink, values=replace(sink.values, scales=source.values.scales))
-
-    monkeypatch.setattr(planning, "_sides", sides)
-
-
-def truncated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To bfloat16 by leaving the lower half of each float32 out."""
-    quantised = element_cast.quantised
-
-    def cut(values: torch.Tensor, dtype: str, *more: Any, **options: Any) -> Bytes:
-        values.view(torch.int32).bitwise_and_(-65536)
-        return quantised(values, dtype, *more, **options)
-
-    monkeypatch.setattr(copying, "quantised", cut)
-
-
-def nothing_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is larger than the largest number of a type becomes an infinity."""
-    monkeypatch.setattr(element_cast, "LARGEST", {})
-
-
-def times_the_reciprocal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a scale that is no power of two, where it has to be divided."""
-
-    def words(values: Values, num_heads: int, *, is_sink: bool) -> tuple[int, Ids]:
-        if not is_sink or not values.scales:
-            return cast_work.ONE, np.zeros(0, np.int64)
-        scales = 1 / np.array([each * num_heads for each in values.scales], np.float32)
-        return cast_work.INVERSE, scales.reshape(-1).view(np.int32).astype(np.int64)
-
-    monkeypatch.setattr(device_copy, "_scale_words", words)
-
-
-def channels_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel takes channels that are apart for those of a cell."""
-    monkeypatch.setattr(cast_work.CastEnd, "has_channels_apart", False)
-
-
-@pytest.fixture
-def forget() -> Iterator[Callable[[], None]]:
-    """Drops the launches that are remembered; also in the end, those with a fault."""
-    yield device_copy._plan_cast.cache_clear
-    device_copy._plan_cast.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("plant", "pair", "name", "wire"),
     [
-        (heads_in_another_order, ("float8_e4m3fn", "head", "float16", "none"), "", "direct"),
-        (heads_in_another_order, KINDS[0], "", "chunks"),
-        (scales_of_the_source, KINDS[3], "", "direct"),
-        (scales_of_the_source, KINDS[3], "", "kernel"),
-        (truncated, ("float32", "none", "bfloat16", "none"), "", "chunks"),
-        (nothing_saturates, ("float16", "none", "float8_e5m2", "tensor"), "", "chunks"),
-        (times_the_reciprocal, ("bfloat16", "none", "float32", "tensor"), "", "kernel"),
-        (channels_side_by_side, KINDS[3], "K turned", "kernel"),
+        (
+            planted.heads_in_another_order,
+            ("float8_e4m3fn", "head", "float16", "none"),
+            "",
+            "direct",
+        ),
+        (planted.heads_in_another_order, KINDS[0], "", "chunks"),
+        (planted.scales_of_the_source, KINDS[3], "", "direct"),
+        (planted.scales_of_the_source, KINDS[3], "", "kernel"),
+        (planted.truncated, ("float32", "none", "bfloat16", "none"), "", "chunks"),
+        (planted.nothing_saturates, ("float16", "none", "float8_e5m2", "tensor"), "", "chunks"),
+        (planted.times_the_reciprocal, ("bfloat16", "none", "float32", "tensor"), "", "kernel"),
+        (planted.channels_side_by_side, KINDS[3], "K turned", "kernel"),
     ],
 )
-def test_planted_casts_are_found(
-    plant: Callable[[pytest.MonkeyPatch], None],
-    pair: Pair,
-    name: str,
-    wire: str,
-    monkeypatch: pytest.MonkeyPatch,
-    forget: Callable[[], None],
-) -> None:
+def test_planted_casts_are_found(plant: planted.Plant, pair: Pair, name: str, wire: str) -> None:
     """The oracle tells of each."""
     engines = sides_of(pair, name)
     check(make_sides(*engines), wire)
-    forget()
     sides = make_sides(*engines)
-    plant(monkeypatch)
-    before = carried_out(sides, wire, 1500)
+    with planted.planted(plant):
+        before = carried_out(sides, wire, 1500)
     with pytest.raises(AssertionError, match="bytes differ"):
         expect_casts(sides, before)
 

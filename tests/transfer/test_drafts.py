@@ -5,18 +5,15 @@ on both sides or on one. The copies are the oracle's, byte for byte.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 from msgspec.structs import replace as changed
 
-from kvxfer.transfer import plan as planning
 from kvxfer.transfer.compatibility import differences
-from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, MemoryInfo, RankId, validate_manifest
-from kvxfer.transfer.plan import Side, Tile, make_plan
+from kvxfer.transfer.plan import make_plan
+from tests import planted
 from tests.builders import (
     EngineShape,
     LayoutName,
@@ -108,70 +105,24 @@ def test_a_draft_on_one_side(tp_sizes: tuple[int, int]) -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-def of_the_models_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sink rank reads the draft of the source ranks that have its share of the model only."""
-    cover = planning._cover_heads
-
-    def covered(
-        taker: planning._Holder,
-        givers: Sequence[planning._Holder],
-        takers: Sequence[planning._Holder],
-    ) -> Iterator[tuple[planning._Holder | None, int, int]]:
-        for giver, lo, hi in cover(taker, givers, takers):
-            if not taker.region.is_draft or (giver and giver.rank == taker.rank):
-                yield giver, lo, hi
-
-    monkeypatch.setattr(planning, "_cover_heads", covered)
-
-
-def blocks_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft's blocks have as many tokens as the model's."""
-    tile_of = planning.side_tile
-
-    def tile(region: Region, *more: int) -> Tile:
-        found, tokens = tile_of(region, *more), MODEL.block_tokens
-        if not region.is_draft:
-            return found
-        return changed(found, block_tokens=tokens, kernel_tokens=tokens)
-
-    monkeypatch.setattr(planning, "side_tile", tile)
-
-
-def table_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft's blocks are looked up among those of the model's group."""
-    side_of = planning.plain_side
-
-    def side(*args: Any) -> Side:
-        return changed(side_of(*args), group=0)
-
-    monkeypatch.setattr(planning, "plain_side", side)
-
-
-def no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft's layers are left out."""
-    aliases = planning._aliases
-    monkeypatch.setattr(
-        planning,
-        "_aliases",
-        lambda regions: [each for each in aliases(regions) if not each[0].is_draft],
-    )
-
-
 @pytest.mark.parametrize(
     ("plant", "block_tokens"),
-    [(of_the_models_ranks, 24), (blocks_of_the_model, 8), (table_of_the_model, 24), (no_draft, 24)],
+    [
+        (planted.of_the_models_ranks, 24),
+        (planted.blocks_of_the_model, 8),
+        (planted.table_of_the_model, 24),
+        (planted.no_draft, 24),
+    ],
 )
-def test_planted_drafts_are_found(
-    plant: Callable[[pytest.MonkeyPatch], None], block_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_drafts_are_found(plant: planted.Plant, block_tokens: int) -> None:
     """The oracle tells of each on every kind of wire. The sink has all of its draft on each rank,
     in blocks of ``block_tokens``.
     """
     case = case_of((2, 2), draft(2, 16, "HND"), draft(1, block_tokens, "NHD"))
     check(case, ())
-    plant(monkeypatch)
-    plan = make_plan(case.source, case.sink)
-    assert case.differing(plan, SPANS, 300) == ["direct", "stream"]
+    with planted.planted(plant):
+        plan = make_plan(case.source, case.sink)
+        assert case.differing(plan, SPANS, 300) == ["direct", "stream"]
 
 
 def test_another_draft_is_refused_by_name() -> None:

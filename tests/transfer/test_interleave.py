@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace as replace_shape
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,16 +14,15 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvxfer.errors import IncompatiblePeer, ProtocolError
-from kvxfer.tensors import strided_index
 from kvxfer.tensors.strided_index import side_ids
-from kvxfer.transfer import interleave
 from kvxfer.transfer.chunks import chunk_list
-from kvxfer.transfer.interleave import MAX_PERIOD, WHOLE, Interleave, Shared, shared
+from kvxfer.transfer.interleave import MAX_PERIOD, WHOLE, Interleave, shared
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import EngineManifest, RankId, validate_manifest
 from kvxfer.transfer.plan import make_plan
 from kvxfer.transfer.pull import PullResolver, check_table, open_to, pull_class
 from kvxfer.transfer.wire import CELLS, INTERLEAVES, PROTOCOL_MIN, STATES, first_protocol
+from tests import planted
 from tests.builders import DELTA_NET, EngineShape, build_manifest
 from tests.transfer.naive import Case, same
 
@@ -193,54 +190,17 @@ def test_layers_of_other_stages_keep_their_interleave() -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-def runs_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's own tokens are counted as if each run had one."""
-    monkeypatch.setattr(Interleave, "own", lambda kept, token: token // kept.size)
-
-
-def whole_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what two ranks share the tokens behind the last whole period are not counted."""
-    monkeypatch.setattr(Shared, "count", lambda each, end: end // each.period * each.num_tokens)
-
-
-def ranks_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rank has the first run."""
-    runs = interleave._runs
-
-    def swapped(kept: Interleave, lo: int, hi: int) -> Iterator[tuple[int, int]]:
-        return runs(replace(kept, index=kept.size - 1 - kept.index), lo, hi)
-
-    monkeypatch.setattr(interleave, "_runs", swapped)
-
-
-def one_unit_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each period the second unit is taken for the first."""
-    first_units = strided_index._first_units
-    monkeypatch.setattr(
-        strided_index, "_first_units", lambda stripe: np.roll(first_units(stripe), -1)
-    )
-
-
-@pytest.fixture
-def forget() -> Iterator[Callable[[], None]]:
-    """Drops what was found and is remembered; also in the end, what was found with a fault."""
-    remembering = (shared, strided_index._first_units)
-
-    def clear() -> None:
-        for each in remembering:
-            each.cache_clear()
-
-    yield clear
-    clear()
-
-
 @pytest.mark.parametrize(
-    "plant", [runs_of_one_token, whole_periods, ranks_the_other_way_round, one_unit_further]
+    "plant",
+    [
+        planted.runs_of_one_token,
+        planted.whole_periods,
+        planted.ranks_the_other_way_round,
+        planted.one_unit_further,
+    ],
 )
 def test_planted_interleaves_are_found(
-    plant: Callable[[pytest.MonkeyPatch], None],
-    monkeypatch: pytest.MonkeyPatch,
-    forget: Callable[[], None],
+    plant: planted.Plant,
 ) -> None:
     """The oracle tells of each on every kind of wire."""
     two = EngineShape(tp_size=2, num_kv_heads=1, cp_size=2, num_layers=1)
@@ -248,9 +208,9 @@ def test_planted_interleaves_are_found(
     sink = replace_shape(two, cp_run=3, block_tokens=12, layout="NHD")
     case, spans = Case(source, sink, 70), {0: (5, 67)}
     assert not case.differing(make_plan(case.source, case.sink), spans, 100)
-    forget()
-    plant(monkeypatch)
-    assert case.differing(make_plan(case.source, case.sink), spans, 100) == ["direct", "stream"]
+    with planted.planted(plant):
+        found = case.differing(make_plan(case.source, case.sink), spans, 100)
+    assert found == ["direct", "stream"]
 
 
 # ---------------------------------------------------------------- growing

@@ -22,18 +22,17 @@ from msgspec.structs import replace as with_fields
 from torch import Tensor
 
 from kvxfer.errors import ConfigError, IncompatiblePeer
-from kvxfer.integrations.vllm import interior
 from kvxfer.integrations.vllm.interior import Cells, Named, Opaque, Rows, look_inside, trace_rows
 from kvxfer.integrations.vllm.probes import trace_packed
 from kvxfer.integrations.vllm.regions import Located, locate
 from kvxfer.integrations.vllm.specs import LayerSpec, layer_specs
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
-from kvxfer.transfer import plan as planning
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.compatibility import differences
 from kvxfer.transfer.manifest import EngineManifest
-from kvxfer.transfer.plan import CopyClass, Plan, PullClass, Route, Side, make_plan
+from kvxfer.transfer.plan import CopyClass, Plan, PullClass, Route, make_plan
 from kvxfer.transfer.pull import PullResolver, pull_class
+from tests import planted
 from tests.vllm.test_regions import POISON, manifest, model_of
 
 # vLLM loads parts of torch that other parts of torch call deprecated.
@@ -333,29 +332,6 @@ def test_packed_latents_move_exactly(model: str, sizes: tuple[int, int]) -> None
     case.check()
 
 
-def no_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of scales do not move."""
-    planes = interior.packed_planes
-    monkeypatch.setattr(interior, "packed_planes", lambda *args: planes(*args)[:1])
-
-
-def scales_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of scales are looked for before those of values."""
-    turned = {kind: parts[::-1] for kind, parts in interior._PACKED.items()}
-    monkeypatch.setattr(interior, "_PACKED", turned)
-
-
-def cells_of_twice_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as many tokens are taken to share a state."""
-    side_of = planning.plain_side
-
-    def side(*args: Any) -> Side:
-        found = side_of(*args)
-        return with_fields(found, cell_tokens=found.cell_tokens * (1 + (found.cell_tokens > 1)))
-
-    monkeypatch.setattr(planning, "plain_side", side)
-
-
 def a_state_that_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last state moves before its last token is there."""
     asked_of = pull_class
@@ -368,16 +344,20 @@ def a_state_that_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", [no_scales, scales_first, cells_of_twice_the_tokens, a_state_that_is_not_full]
+    "plant",
+    [
+        planted.no_scales,
+        planted.scales_first,
+        planted.cells_of_twice_the_tokens,
+        a_state_that_is_not_full,
+    ],
 )
-def test_planted_latents_are_found(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_latents_are_found(plant: planted.Plant) -> None:
     """As :func:`test_packed_latents_move_exactly` compares them."""
     pytest.importorskip("vllm")
-    plant(monkeypatch)
-    case = Case(V4, (256, 512), span=(256, NUM_TOKENS - 1))
-    case.pull(case.plan())
+    with planted.planted(plant):
+        case = Case(V4, (256, 512), span=(256, NUM_TOKENS - 1))
+        case.pull(case.plan())
     with pytest.raises(AssertionError, match="bytes differ"):
         case.check()
 
