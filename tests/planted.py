@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from msgspec.structs import replace as changed
 
 from kvxfer.integrations.vllm import interior
 from kvxfer.kernels import cast_work
-from kvxfer.tensors import device_copy, element_cast, strided_index
+from kvxfer.tensors import element_cast, strided_index
 from kvxfer.tensors import strided_copy as copying
 from kvxfer.tensors.strided_copy import Bytes
 from kvxfer.tensors.strided_index import Ids
@@ -41,15 +42,16 @@ def planted(plant: Plant) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for each in _REMEMBERING:
+    copies = sys.modules.get(_DEVICE_COPY)  # where there is Triton
+    for each in (
+        strided_index._first_units,
+        interleave.shared,
+        *([vars(copies)["_plan_cast"]] if copies is not None else []),
+    ):
         each.cache_clear()
 
 
-_REMEMBERING: tuple[Any, ...] = (
-    device_copy._plan_cast,
-    strided_index._first_units,
-    interleave.shared,
-)
+_DEVICE_COPY = "kvxfer.tensors.device_copy"
 
 
 # ---------------------------------------------------------------- casts
@@ -104,7 +106,7 @@ def times_the_reciprocal(monkeypatch: pytest.MonkeyPatch) -> None:
         scales = 1 / np.array([each * num_heads for each in values.scales], np.float32)
         return cast_work.INVERSE, scales.reshape(-1).view(np.int32).astype(np.int64)
 
-    monkeypatch.setattr(device_copy, "_scale_words", words)
+    monkeypatch.setattr(f"{_DEVICE_COPY}._scale_words", words)
 
 
 def channels_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
