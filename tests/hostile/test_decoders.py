@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvxfer.errors import ConfigError
+from kvxfer.integrations.vllm.settings import split_settings
 from tests.hostile.decoders import DECODERS, NO_INPUT, Decoder, outcome, parsing_calls
 from tests.hostile.mutation import MOST_NBYTES, mutated
 
@@ -77,3 +79,9 @@ def test_mutations_keep_to_their_size_and_change_most_inputs() -> None:
         made = [mutated(random.Random(n), decoder.form, decoder.seeds) for n in range(100)]
         assert max(map(len, made)) <= MOST_NBYTES
         assert sum(each not in decoder.seeds for each in made) > 50
+
+
+def test_settings_with_a_text_that_is_none_are_refused() -> None:
+    """JSON can write half of a surrogate pair, which no message can carry."""
+    with pytest.raises(ConfigError, match="kv_connector_extra_config: .*surrogates not allowed"):
+        split_settings({"switch_interval_s": "\ud800"})

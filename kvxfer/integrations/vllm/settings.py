@@ -174,7 +174,7 @@ def split_settings(extra: Mapping[str, Any]) -> tuple[PluginSettings, dict[str, 
     given = {name: value for name, value in extra.items() if name in ours}
     try:
         plugin = msgspec.convert(given, PluginSettings, strict=False)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # half of a surrogate pair
         raise ConfigError(f"kv_connector_extra_config: {exc}; correct this key") from exc
     interval_s = plugin.switch_interval_s
     if interval_s is not None and not 0 < interval_s <= 1:
