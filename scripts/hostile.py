@@ -11,6 +11,7 @@ beside the pair costs anyway.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fnmatch
 import gc
 import multiprocessing
@@ -20,7 +21,6 @@ import time
 from contextlib import ExitStack
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -34,8 +34,7 @@ from tests.hostile.rig import Honest, Usage, honest_pair
 TURNS = 4
 """Quiet and attacked loads, in turns."""
 BEGIN_S = 60.0
-Rounds = Any
-"""A number that two processes share."""
+"""For an attacker's process to import what it needs; it takes 1.5."""
 BUSY = Case(name="a busy core", fate=Fate.SILENT)
 START_S = 0.3
 """From an attacker's begin to the loads beside it."""
@@ -118,7 +117,9 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _attacker(number: int, target: bytes, address: str, begins: Event, rounds: Rounds) -> None:
+def _attacker(
+    number: int, target: bytes, address: str, begins: Event, rounds: ctypes.c_uint64
+) -> None:
     known = msgspec.json.decode(target, type=Target)
 
     def count() -> None:
@@ -141,14 +142,12 @@ def _measured(
     before, counts = Usage.now(), dict(honest.source.take_stats().counts)
     quiet: list[float] = []
     attacked: list[float] = []
-    rounds: Rounds = context.Value("Q", lock=False)
+    rounds = context.RawValue(ctypes.c_uint64)
     for turn in range(TURNS):
         quiet += _times_ms(honest, num_loads // TURNS)
         address, begins = address_of(case, (number * TURNS + turn) % 5000), context.Event()
         target = msgspec.json.encode(honest.target)
-        attacker = context.Process(
-            target=_attacker, args=(number, target, address, begins, rounds), daemon=True
-        )
+        attacker = context.Process(target=_attacker, args=(number, target, address, begins, rounds))
         attacker.start()
         try:
             if not begins.wait(BEGIN_S):

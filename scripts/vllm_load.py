@@ -285,7 +285,6 @@ class Run:
     link: SlowLink | None = None
     served: list[Served] = field(default_factory=list)
     own: dict[int, Served] = field(default_factory=dict)
-    legs: list[Legs] = field(default_factory=list)
 
     def all(self) -> None:
         """Groups of pairs that have room together; the floor's pair first, whose tokens the others
@@ -430,7 +429,8 @@ class Run:
             segment, _, name = window.request_id.rpartition("/")
             told = by_index.get(int(name.partition("-")[0]), []) if segment == label else []
             if any(a.prefilled_s for a in told) and any(a.asked_s and a.token_s for a in told):
-                self.legs.append(Legs(str(load), contender.name, window.legs_us(told)))
+                legs = Legs(str(load), contender.name, window.legs_us(told))
+                self.report.records.setdefault("legs", []).append(legs)
 
     def counters(self, contender: Contender, pair: Pair) -> None:
         if contender.has_connector:
@@ -440,8 +440,6 @@ class Run:
     def write(self, *, is_last: bool = False) -> None:
         whole = {each.name: each.kind == "plain" for each in self.plan.contenders}
         self.report.records["cells"] = cells_of(self.served, self.objective, whole)
-        if self.legs:
-            self.report.records["legs"] = self.legs
         self.report.records["aims"] = aims_of(self.served, *early_pairs(self.plan))
         self.report.write(is_last=is_last)
 

@@ -164,11 +164,8 @@ class CallNotes:
 
     def _install_ends(self) -> None:
         """What begins and ends windows."""
-        core, scheduler = (
-            getattr(import_module(module), kind)
-            for module, kind, _ in _POINTS
-            if kind in ("EngineCore", "Scheduler")
-        )
+        core = import_module(_V1 + "engine.core").EngineCore
+        scheduler = import_module(_V1 + "core.sched.scheduler").Scheduler
         preprocess, update = core.preprocess_add_request, scheduler.update_from_output
 
         @functools.wraps(preprocess)

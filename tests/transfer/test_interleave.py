@@ -199,9 +199,7 @@ def test_layers_of_other_stages_keep_their_interleave() -> None:
         planted.one_unit_further,
     ],
 )
-def test_planted_interleaves_are_found(
-    plant: planted.Plant,
-) -> None:
+def test_planted_interleaves_are_found(plant: planted.Plant) -> None:
     """The oracle tells of each on every kind of wire."""
     two = EngineShape(tp_size=2, num_kv_heads=1, cp_size=2, num_layers=1)
     source = replace_shape(two, cp_run=4)
