@@ -4,6 +4,9 @@ that failed.
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 
 from tests.vllm.cases import Pair, References, prompt
@@ -11,6 +14,11 @@ from tests.vllm.engines import Connector, EngineConfig, Fleet
 
 IN_STEP = "vllm:kvxfer_requests_in_step_total"
 FAILED = "vllm:kvxfer_requests_failed_total{reason=read_failed}"
+PATIENCE_S = 180.0
+"""Until so many loads as a test wants were part of a step. The first load meets the source, one
+whose offer is not on the board by the time it is asked for is asynchronous, and so is each one in
+the minute after a step has waited in vain: a busy machine has all three.
+"""
 
 
 def connector(role: str, policy: str = "fail", faults: str = "") -> Connector:
@@ -38,11 +46,14 @@ def pair_of(fleet: Fleet, tp_size: int = 1, policy: str = "fail", faults: str = 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_tokens_are_those_of_one_engine(fleet: Fleet, references: References, tp_size: int) -> None:
     pair = pair_of(fleet, tp_size)
-    prompts = [prompt(num_tokens, seed=900 + num_tokens) for num_tokens in (33, 64, 65, 129, 300)]
-    before = pair.decode.metric(IN_STEP)
-    for tokens, want in zip(prompts, references.tokens(prompts), strict=True):
-        assert pair.run(tokens).token_ids == want
-    assert pair.decode.metric(IN_STEP) >= before + 3  # the first one meets the source
+    enough, ends_s = pair.decode.metric(IN_STEP) + 3, time.monotonic() + PATIENCE_S
+    for seed in itertools.count(900, 1_000):
+        prompts = [prompt(num_tokens, seed + num_tokens) for num_tokens in (33, 64, 65, 129, 300)]
+        for tokens, want in zip(prompts, references.tokens(prompts), strict=True):
+            assert pair.run(tokens).token_ids == want
+        if pair.decode.metric(IN_STEP) >= enough:
+            break
+        assert time.monotonic() < ends_s
     tokens = prompt(200, seed=901)  # beside each other, and found by prefix afterwards
     (want,) = references.tokens([tokens])
     answers = [*pair.run_all([tokens] * 3), pair.decode.generate(tokens)]
@@ -53,19 +64,22 @@ def test_tokens_are_those_of_one_engine(fleet: Fleet, references: References, tp
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize(
-    "num_tries",
+    "num_in_step",
     [4, pytest.param(1000, marks=pytest.mark.slow)],
     ids=["few", "many"],
 )
 def test_no_token_comes_of_a_load_that_failed(
-    fleet: Fleet, references: References, policy: str, num_tries: int
+    fleet: Fleet, references: References, policy: str, num_in_step: int
 ) -> None:
     """On a CPU vLLM schedules no step ahead; tests/vllm/test_step_loads.py has that, too."""
     pair = pair_of(fleet, policy=policy, faults="read:fail")
-    before = pair.decode.metric(IN_STEP)
-    failed_before = pair.decode.metric(FAILED)
-    for number in range(num_tries + 1):
-        tokens = prompt(70 + number % 60, seed=1_000 * num_tries + number)
+    enough, failed_before = pair.decode.metric(IN_STEP) + num_in_step, pair.decode.metric(FAILED)
+    ends_s = time.monotonic() + PATIENCE_S + num_in_step
+    for number in itertools.count():
+        if pair.decode.metric(IN_STEP) >= enough:
+            break
+        assert time.monotonic() < ends_s
+        tokens = prompt(70 + number % 60, seed=1_000 * num_in_step + number)
         answer = pair.run(tokens, 3)
         if policy == "fail":
             assert (answer.reason, answer.token_ids) == ("error", [])
@@ -75,6 +89,5 @@ def test_no_token_comes_of_a_load_that_failed(
             assert pair.decode.generate(tokens, 3).token_ids == want
         if policy == "recompute":
             assert len(answer.token_ids) == 3
-    assert pair.decode.metric(FAILED) == failed_before + num_tries + 1
-    assert pair.decode.metric(IN_STEP) >= before + 0.9 * num_tries
+        assert pair.decode.metric(FAILED) == failed_before + number + 1
     pair.assert_at_rest()
