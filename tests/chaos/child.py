@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +38,16 @@ from kvxfer.engine.attention import attention_backend
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.model_config import load_model_config, shard_for
 from kvxfer.engine.rank_cache import RankCache
+from kvxfer.engine.request import Request
 from kvxfer.engine.runner import Runner
+from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
 from kvxfer.testing.faults import install
 from kvxfer.transports import shm_direct
 from tests.chaos.content import PlaneView, Words, names_of, next_token
-from tests.chaos.mangling import Mangler
+from tests.chaos.deeds import DEEDS, HELD, HELD_STEP, NOBODYS, Deed, Lines
+from tests.chaos.mangling import MESSAGE, Mangler
+from tests.chaos.network import enter_network
 from tests.chaos.standing import write_on_signal
 from tests.connector.inside import service_behind
 
@@ -52,7 +56,12 @@ _WALL = 0x40000000
 """For waitpid: also of threads that are no children."""
 WRONG = 0
 """The token that a request gets whose KV is not its own; no prompt and no answer has it."""
-STOP_SIGNALS = {1.0: signal.SIGHUP, 3.0: signal.SIGQUIT, 5.0: signal.SIGTRAP}
+STOP_SIGNALS = {
+    1.0: signal.SIGHUP,
+    3.0: signal.SIGQUIT,
+    5.0: signal.SIGTRAP,
+    10.0: signal.SIGUSR1,
+}
 """Seconds that a single thread stands still when it gets this signal.
 
 The handler is ``sleep`` of the C library, whose argument is the number of the signal. It may be
@@ -61,9 +70,8 @@ called in a handler, and the thread stands wherever it was: with a lock, or with
 
 
 SLOW_PIECE_NBYTES = 64 << 10
-_CLONE_FS = 0x200
-FLIPS = "flips.jsonl"
-"""File of a storm: which transfers had a bit flipped."""
+FLIPS, WRONGS = "flips.jsonl", "wrong.jsonl"
+"""Files of a storm: which transfers had a bit flipped, and which KV was not a request's own."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +105,15 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """Through the door. ``clock_s``: how far the connector's clock jumps; ``wall_s``: time.time().
+    """Through the door. ``number``: of the injection. ``mangle``: how, and ``mangles``: what,
+    MESSAGE or CHUNK. ``clock_s``: how far the connector's clock jumps; ``wall_s``: time.time().
     ``trim``: give free memory back to the kernel. ``state``: write down what the connector has to
     do, into a file.
     """
 
+    number: int = 0
     mangle: tuple[str, ...] = ()
+    mangles: str = MESSAGE
     share: float = 0.0
     duration_s: float = 0.0
     clock_s: float = 0.0
@@ -114,11 +125,23 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Offsets:
-    """Of this process's clocks. ``reset_until_s``: the first step before then resets the cache."""
+    """Of this process's clocks. ``reset_until_s``: the first step before then resets the cache, as
+    the injection of that number has it.
+    """
 
+    deeds: Lines
     clock_s: float = 0.0
     wall_s: float = 0.0
     reset_until_s: float = 0.0
+    reset_of: int = 0
+
+    def reset(self, connectors: Sequence[SchedulerConnector]) -> None:
+        """Before a step: the cache, where that was asked for."""
+        if time.monotonic() < self.reset_until_s:
+            self.reset_until_s = 0.0
+            for connector in connectors:
+                connector.reset_cache()
+                self.deeds.add(Deed(self.reset_of, "reset"))
 
 
 schedulers: list[SchedulerConnector] = []
@@ -135,6 +158,8 @@ class Reach:
     mangler: Mangler
     door: socket.socket
     name: str
+    wrong: Lines
+    deeds: Lines
 
 
 def prepare(spec: Spec) -> Reach:
@@ -149,18 +174,20 @@ def prepare(spec: Spec) -> Reach:
     for number in STOP_SIGNALS.values():
         libc.signal(int(number), ctypes.cast(libc.sleep, ctypes.c_void_p))
     _send_one_without_a_copy()
-    mangler = Mangler(spec.seed)
+    folder = Path(spec.folder)
+    deeds = Lines(folder / DEEDS)
+    mangler = Mangler(spec.seed, lambda order, what: deeds.add(Deed(order, what)))
     mangler.install()
     if spec.faults:
         install(f"{spec.faults};seed={spec.seed}")
         flips = logging.getLogger("kvxfer.testing")
         flips.setLevel(logging.INFO)
-        flips.addHandler(_FlipsInFile(Path(spec.folder) / FLIPS))
+        flips.addHandler(_FlipsInFile(folder / FLIPS))
         flips.propagate = False
     if spec.planted:
         planted = importlib.import_module("tests.chaos.planted")
         planted.BY_NAME[spec.planted].plant()
-    return Reach(spec, mangler, door, name)
+    return Reach(spec, mangler, door, name, Lines(folder / WRONGS), deeds)
 
 
 def _log_errors_to(path: Path) -> None:
@@ -189,6 +216,8 @@ def set_up(spec: Spec) -> None:
             super().__init__(*args, **kwargs)
             schedulers[:] = [self]
 
+    _say_what_is_held(reach)
+
     # Ranks have nothing to sum; they meet over their links alone
     for name, value in (
         ("Runner", ThisRunner),
@@ -198,15 +227,30 @@ def set_up(spec: Spec) -> None:
         setattr(rank_module, name, value)
 
 
+def _say_what_is_held(reach: Reach) -> None:
+    """Whenever the scheduler has HELD_STEP requests more than it ever had."""
+    add, most = Scheduler.add, 0
+
+    def add_and_say(self: Scheduler, request: Request) -> None:
+        nonlocal most
+        add(self, request)
+        number = len(self._live)
+        if number >= most + HELD_STEP:
+            most = number
+            reach.deeds.add(Deed(NOBODYS, HELD, reach.spec.engine_id, number))
+
+    Scheduler.add = add_and_say  # type: ignore[method-assign]
+
+
 class _FlipsInFile(logging.Handler):
-    """One line each, (nonce, life of the sink). Written at once: this process may be killed."""
+    """One line each, (nonce, life of the sink)."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._lines = Lines(path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        os.write(self._fd, json.dumps(record.args).encode() + b"\n")
+        self._lines.add(record.args)
 
 
 def _send_one_without_a_copy() -> None:
@@ -237,20 +281,6 @@ def _slow_memory(slow_s: float) -> None:
     install(f"read:slow={slow_s * 1000:g}ms")
 
 
-def _enter_network(pid: int) -> None:
-    """This thread, and those that it starts from now on: all of the connector. Channels to the
-    client and to other ranks are there already, and stay where they are.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_FS):  # else a process of several threads may not have another /sys
-        raise OSError(ctypes.get_errno(), "unshare")
-    for kind in ("net", "mnt"):
-        fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
-        if libc.setns(fd, 0):
-            raise OSError(ctypes.get_errno(), f"setns: {kind}")
-        os.close(fd)
-
-
 class StormyRunner(Runner):
     """A rank with the synthetic model."""
 
@@ -265,7 +295,8 @@ class StormyRunner(Runner):
         all_reduce: Callable[[Tensor], Tensor] | None,
     ) -> None:
         if self.of_process.spec.network:
-            _enter_network(self.of_process.spec.network)
+            # Channels to the client and to other ranks are there already, and stay where they are
+            enter_network(self.of_process.spec.network)
         self._config = config
         self._tp_rank = tp_rank
         self._device = torch.device(config.rank_devices[tp_rank])
@@ -284,10 +315,7 @@ class StormyRunner(Runner):
 
     def execute(self, step: SchedulerOutput) -> StepOutput:
         """One step; before it the scheduler's cache is reset, where that was asked for."""
-        if time.monotonic() < self._offsets.reset_until_s:
-            self._offsets.reset_until_s = 0.0
-            for connector in schedulers:
-                connector.reset_cache()
+        self._offsets.reset(schedulers)
         self._suspects: dict[str, dict[str, object]] = {}
         output = super().execute(step)
         said = output.kv_connector_output
@@ -334,13 +362,8 @@ class StormyRunner(Runner):
         return True
 
     def _tell_wrong(self, **what: object) -> None:
-        """Written down at once: this process may be killed next."""
-        spec = self.of_process.spec
-        line = json.dumps({"engine": spec.engine_id, "pid": os.getpid(), **what}) + "\n"
-        path = Path(spec.folder) / "wrong.jsonl"
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(fd, line.encode())
-        os.close(fd)
+        reach = self.of_process
+        reach.wrong.add({"engine": reach.spec.engine_id, "pid": os.getpid(), **what})
 
 
 # ------------------------------------------------------------------ the door
@@ -350,7 +373,7 @@ class StormyRunner(Runner):
 
 def open_door(reach: Reach, service: RankService, rank: int, incarnation: bytes) -> Offsets:
     """Obey orders from now on, and say so in a file."""
-    offsets = Offsets()
+    offsets = Offsets(reach.deeds)
     service.io.now = lambda: time.monotonic() + offsets.clock_s
     wall = time.time
     time.time = lambda: wall() + offsets.wall_s
@@ -385,10 +408,14 @@ def _serve_door(reach: Reach, service: RankService, offsets: Offsets) -> None:
             _write_state(reach.spec, service)
         offsets.clock_s += order.clock_s
         offsets.wall_s += order.wall_s
+        if order.clock_s or order.wall_s:
+            reach.deeds.add(Deed(order.number, "clock"))
         if order.mangle:
-            reach.mangler.begin(order.mangle, order.share, order.duration_s)
+            reach.mangler.begin(
+                order.number, order.mangles, order.mangle, order.share, order.duration_s
+            )
         if order.reset:
-            offsets.reset_until_s = time.monotonic() + 1
+            offsets.reset_of, offsets.reset_until_s = order.number, time.monotonic() + 1
         if order.trim:
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)

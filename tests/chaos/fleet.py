@@ -43,7 +43,9 @@ IMPATIENT: dict[str, Any] = {
     "connect_timeout_s": 1.5,
     "early_wait_s": 2.5,
 }
-"""Every stop of 3 s and more is longer than each of them but the longest hold."""
+"""Every stop of 3 s and more is longer than each of them but the longest hold. The longest stop is
+longer than that, and than what the request channel waits for: clients are lost then.
+"""
 STREAM: dict[str, Any] = {"chunk_nbytes": 8192, "staging_slots": 3}
 """Staging is full as soon as two requests move, and a transfer has many chunks."""
 MOST_GROWTH_NBYTES = 64 << 20
@@ -124,6 +126,7 @@ class Member:
 
     ``is_usurper``: this life has another engine id on the same port. ``back_at_s``: when it is
     started anew; None: it runs, or is about to. ``last_served``: the last life that has served.
+    ``stands_until_s``: a process or a thread of it does, and whoever connects would wait.
     """
 
     shape: Shape
@@ -134,6 +137,7 @@ class Member:
     last_served: int = 0
     is_usurper: bool = False
     back_at_s: float | None = None
+    stands_until_s: float = 0.0
     facts: dict[int, Facts] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
 
@@ -233,6 +237,11 @@ class Fleet:
             kv=load_config(self._settings | settings, environ={}).config,
         )
 
+    @property
+    def prefill_network(self) -> int:
+        """The process whose network the prefill engines have; 0: that of this host."""
+        return self._networks[0].pid if self._networks else 0
+
     def _claimed_port(self) -> int:
         """A free one that no other storm takes as long as this fleet is there: while an engine is
         dead, its port is free.
@@ -294,10 +303,9 @@ class Fleet:
             member.client.close()
             member.client = None
 
-    def kill(self, member: Member, rank: int) -> None:
-        """kill -9 of one process."""
-        with suppress(ProcessLookupError):
-            os.kill(member.pids[rank], signal.SIGKILL)
+    def kill(self, member: Member, rank: int) -> bool:
+        """kill -9 of one process; False if it has gone."""
+        return _signal(member.pids[rank], signal.SIGKILL)
 
     def bury(self, member: Member) -> None:
         """End what is left of a life, as a supervisor does."""
@@ -312,22 +320,21 @@ class Fleet:
         member.config = msgspec.structs.replace(member.config, engine_id=name)
         member.group = self._started(member.config, member.shape)
         member.lives += 1
-        member.back_at_s = None
+        member.back_at_s, member.stands_until_s = None, 0.0
 
     # ------------------------------------------------------------------ what befalls them
 
-    def stop(self, member: Member, ranks: tuple[int, ...]) -> None:
-        """SIGSTOP."""
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.kill(member.pids[rank], signal.SIGSTOP)
-            member.stopped.add(member.pids[rank])
+    def stop(self, member: Member, ranks: tuple[int, ...]) -> bool:
+        """SIGSTOP; False if none of them runs."""
+        pids = {member.pids[rank] for rank in ranks}
+        stopped = {pid for pid in pids if _signal(pid, signal.SIGSTOP)}
+        member.stopped |= stopped
+        return bool(stopped)
 
     def go_on(self, member: Member) -> None:
         """SIGCONT for all that stand."""
         for pid in member.stopped:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+            _signal(pid, signal.SIGCONT)
         member.stopped.clear()
 
     def stop_thread(self, member: Member, rank: int, kind: str, duration_s: float) -> str:
@@ -422,6 +429,14 @@ class Fleet:
             member.group.close()
         for claim in self._claims:
             claim.close()
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    """False if it has ended, reaped or not."""
+    is_there = _runs(pid)
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+    return is_there
 
 
 def _is_kind(name: str, kind: str) -> bool:

@@ -12,7 +12,8 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import msgspec
 import zmq
 
 from kvxfer.connector.params import early_params, mint_request, prefill_params
-from kvxfer.engine.group import forkserver
 from kvxfer.engine.rpc import (
     Abort,
     Done,
@@ -33,19 +33,25 @@ from kvxfer.engine.rpc import (
 )
 from kvxfer.errors import KvxferError, PeerLost
 from kvxfer.transfer.wire import Reason
-from tests.chaos.attackers import besiege
-from tests.chaos.child import FLIPS, Order
+from tests.chaos.attackers import Siege
+from tests.chaos.child import FLIPS, WRONGS, Order
+from tests.chaos.deeds import HELD, NOBODYS, deeds_in
 from tests.chaos.fleet import IMPATIENT, Fleet, Member, Usage, left_behind, wait_for_end
+from tests.chaos.mangling import CHUNK, MESSAGE
 from tests.chaos.storm import STEP_TOKENS, Ask, Injection, Kind, Plan, Twist
 from tests.hostile.cases import Target
 
 OFFER: dict[str, Any] = {"do_remote_decode": True}
-HUNG_S = 45.0
-"""A request that has not ended after this, at an engine that runs; stops and time-outs are 5 s."""
+IN_FLIGHT = 120
+"""Requests at once, at engines of which each computes 64."""
+HUNG_S = 60.0
+"""A request that has not ended after this, at an engine that runs: 300 in flight wait for 10 s,
+stops are 10 s at most, and time-outs 6.
+"""
 ANSWER_S = 10.0
 """In which an engine without requests says how it stands."""
 REST_S = 30.0
-"""In which everything comes back after a storm: twice the longest lease and stop."""
+"""In which everything comes back after a storm: three times the longest stop."""
 NUM_CALM = {Twist.PLAIN: 6, Twist.TOGETHER: 2}
 """Requests from each prefill to each decode engine, before and after the storm. Who is asked early
 must have answered before: these come last.
@@ -74,7 +80,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What came of a storm. ``flipped``: how requests ended of whose KV a bit was flipped;
+    """What came of a storm. ``in_flight``: the most requests that had no answer yet, and ``held``:
+    the most that an engine had. ``injections``: what has befallen the engines, and ``missed``: what
+    was to, and met nobody; ``mangled``: messages and chunks, by what was done to them; ``attacks``:
+    of hostile peers, by case. ``flipped``: how requests ended of whose KV a bit was flipped;
     ``counts``: of the lives that are there at the end; ``wrong``, ``lost``, ``hung``, ``leaked``:
     one line each; ``stood``: files that say where the threads of engines that hung stood.
     """
@@ -83,7 +92,12 @@ class Summary(msgspec.Struct, kw_only=True):
     wire: str
     num_requests: int
     duration_s: float = 0.0
+    in_flight: int = 0
+    held: dict[str, int] = {}
     injections: dict[str, int] = {}
+    missed: dict[str, int] = {}
+    mangled: dict[str, int] = {}
+    attacks: dict[str, int] = {}
     prefills: dict[str, int] = {}
     ends: dict[str, int] = {}
     flipped: dict[str, int] = {}
@@ -113,7 +127,7 @@ class Summary(msgspec.Struct, kw_only=True):
 class Sent:
     """A request at one engine. ``end``: how it has ended there, "" while it has not; ``load``: the
     nonce of the offer that it loads, if any, and the engine's incarnation. ``was_aborted``: its
-    engine was told to abort it.
+    engine was told to abort it. ``detail``: why it loaded nothing, in words.
     """
 
     ask: Ask
@@ -130,13 +144,14 @@ class Sent:
     tokens: list[int] = field(default_factory=list)
     end: str = ""
     was_aborted: bool = False
+    detail: str = ""
 
 
 class Play:
-    """One storm over one fleet."""
+    """One storm over one fleet. ``in_flight``: requests that are sent without an answer."""
 
     def __init__(
-        self, plan: Plan, fleet: Fleet, folder: Path, wire: str, *, in_flight: int = 120
+        self, plan: Plan, fleet: Fleet, folder: Path, wire: str, *, in_flight: int = IN_FLIGHT
     ) -> None:
         self._plan, self._fleet, self._folder = plan, fleet, folder
         self._in_flight = in_flight
@@ -148,11 +163,12 @@ class Play:
         self._stale: list[tuple[tuple[int, ...], dict[str, Any]]] = []
         self._ends: Counter[str] = Counter()
         self._prefills: Counter[str] = Counter()
-        self._injected: Counter[str] = Counter()
+        self._befallen: set[int] = set()
+        """Numbers of the injections that have befallen an engine, as far as this process knows."""
         self._log = (folder / "storm.jsonl").open("w", encoding="utf-8")
         self._started_s = time.monotonic()
         self._wrong_seen = 0
-        self._besiegers: list[Any] = []
+        self._siege: Siege | None = None
         self._last_params: dict[str, dict[str, Any]] = {}
         self._early: dict[int, Sent | None] = {}
         self._looked_at: set[tuple[str, int]] = set()
@@ -168,7 +184,8 @@ class Play:
         usages = self._fleet.usages()
         self._say("begin", detail=f"{len(self._plan.asks)} requests")
         begun_s = time.monotonic()
-        self._storm()
+        with self._besieged():
+            self._storm()
         self.summary.duration_s = round(time.monotonic() - begun_s, 1)
         self._say("end")
         self._come_to_rest()
@@ -190,7 +207,6 @@ class Play:
 
     def _close(self) -> Summary:
         summary = self.summary
-        summary.injections = dict(sorted(self._injected.items()))
         summary.prefills = dict(sorted(self._prefills.items()))
         summary.ends = dict(sorted(self._ends.items()))
         summary.lives = {member.name: member.lives for member in self._fleet}
@@ -198,6 +214,7 @@ class Play:
         wait_for_end(self._fleet.had_pids)
         summary.leaked += left_behind(self._fleet.had_pids, self._fleet.names)
         summary.lost += _errors_in(self._folder)
+        self._take_deeds()
         self._look_for_wrong()
         self._look_at_flips()
         for kind in ("wrong", "lost", "hung", "leaked"):
@@ -206,14 +223,46 @@ class Play:
         self._log.close()
         return summary
 
+    def _take_deeds(self) -> None:
+        """What has been done, as who did it says."""
+        deeds, injections = deeds_in(self._folder), self._plan.injections
+        done = self._befallen.union(deed.order for deed in deeds) - {NOBODYS}
+        self.summary.injections = _counted(injections[number].name for number in done)
+        self.summary.missed = _counted(
+            each.name for number, each in enumerate(injections) if number not in done
+        )
+        self.summary.mangled = _counted(
+            deed.what for deed in deeds if deed.order >= 0 and injections[deed.order].messages
+        )
+        for deed in deeds:
+            if deed.what == HELD:
+                held = self.summary.held
+                held[deed.of] = max(held.get(deed.of, 0), deed.number)
+
+    @contextmanager
+    def _besieged(self) -> Iterator[None]:
+        """By hostile peers meanwhile, if the plan has any."""
+        if not self._plan.siege_s:
+            yield
+            return
+        siege = self._siege = Siege(
+            self._plan.seed, self._plan.siege_s, self._fleet.prefill_network
+        )
+        try:
+            yield
+        finally:
+            self._siege = None
+            siege.close()
+            self.summary.attacks = dict(sorted(siege.counts.items()))
+
     def _storm(self) -> None:
-        asks, injections = list(self._plan.asks), list(self._plan.injections)
+        asks, injections = list(self._plan.asks), list(enumerate(self._plan.injections))
         num_sent = 0
         while num_sent < len(asks) or self._open or self._due:
-            while injections and injections[0].at <= num_sent:
-                self._befall(injections.pop(0))
+            while injections and injections[0][1].at <= num_sent:
+                self._befall(*injections.pop(0))
             while num_sent < len(asks) and len(self._open) < self._in_flight:
-                if injections and injections[0].at <= num_sent:
+                if injections and injections[0][1].at <= num_sent:
                     break
                 if not self._begin(asks[num_sent]):
                     break
@@ -223,6 +272,9 @@ class Play:
     def _go_round(self) -> None:
         """Hear what has come, do what is due, look after engines that have gone."""
         now_s = time.monotonic()
+        self.summary.in_flight = max(self.summary.in_flight, len(self._open))
+        if self._siege is not None:
+            self._siege.go_on(self._targets())
         while self._due and self._due[0][0] <= now_s:
             heapq.heappop(self._due)[2]()
         self._tend()
@@ -264,8 +316,9 @@ class Play:
         if self._fleet.faults:  # of two ranks the one that finds a flip ends the offer of both
             allowed |= {f"computed: {reason}" for reason in (Reason.CORRUPT, Reason.ENDED)}
         if set(moved) - allowed:
+            why = sorted({sent.detail for sent in self._sent.values() if sent.ask in asks} - {""})
             self.summary.lost.append(
-                f"calm {when} the storm: expected all loaded, got {dict(moved)}"
+                f"calm {when} the storm: expected all loaded, got {dict(moved)}: {why}"
             )
         self._expect_pairs(when, asks)
         self._ends, self._prefills = expected, prefills
@@ -484,6 +537,9 @@ class Play:
     def _reconnect(self, member: Member, life: int) -> None:
         if member.lives != life or member.back_at_s is not None or member.group.dead():
             return
+        if (wait_s := member.stands_until_s - time.monotonic()) > 0:
+            self._later(wait_s, lambda: self._reconnect(member, life))
+            return
         try:
             self._fleet.connect(member)
             self._say("connected again", member.name, f"life {life}")
@@ -522,6 +578,7 @@ class Play:
             end = "aborted" if done.status == "FINISHED_ABORTED" else done.status
         elif done.failure is not None:
             end = f"computed: {done.failure}"
+            sent.detail = done.detail or next((e.detail for e in done.loads if e.detail), "")
         elif done.num_external_tokens:
             end = "loaded"
             if sent.is_foreign:
@@ -547,7 +604,7 @@ class Play:
         self._open = {key: each for key, each in self._open.items() if each is not sent}
 
     def _look_for_wrong(self) -> None:
-        path = self._folder / "wrong.jsonl"
+        path = self._folder / WRONGS
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
             self.summary.wrong += lines[self._wrong_seen :]
@@ -573,9 +630,8 @@ class Play:
 
     # ------------------------------------------------------------------ what befalls engines
 
-    def _befall(self, injection: Injection) -> None:
+    def _befall(self, number: int, injection: Injection) -> None:
         member = self._fleet[injection.engine]
-        self._injected[injection.kind.value] += 1
         self._say(
             injection.kind.value,
             f"{member.name} rank {injection.rank}",
@@ -583,33 +639,40 @@ class Play:
         )
         match injection.kind:
             case Kind.KILL_RANK | Kind.KILL_SCHEDULER | Kind.OTHER_LIFE:
-                self._kill(member, injection)
+                is_done = self._kill(member, injection)
             case Kind.STOP | Kind.STOP_ENGINE:
                 every = tuple(range(member.shape.tp_size))
                 ranks = every if injection.kind is Kind.STOP_ENGINE else (injection.rank,)
-                self._fleet.stop(member, ranks)
+                is_done = self._fleet.stop(member, ranks)
                 self._later(injection.duration_s, lambda: self._fleet.go_on(member))
             case Kind.STOP_IO | Kind.STOP_COPY | Kind.STOP_MAIN | Kind.STOP_ZMQ:
                 which = _THREADS[injection.kind]
                 stood = self._fleet.stop_thread(member, injection.rank, which, injection.duration_s)
                 self._say("stands" if stood else "nothing to stop", member.name, stood)
+                is_done = bool(stood)
             case Kind.CUT_WHOLE | Kind.CUT_PREFILL | Kind.CUT_DECODE | Kind.UNPLUG:
                 self._fleet.cut(injection.kind)
                 self._later(injection.duration_s, self._fleet.heal)
-            case Kind.HOSTILE:
-                self._besiege(member, injection)
-            case _:
-                self._fleet.tell(member, injection.rank, _order(injection))
+                is_done = True
+            case _:  # the process itself says what it has done
+                self._fleet.tell(member, injection.rank, _order(number, injection))
+                is_done = False
+        if is_done:
+            self._befallen.add(number)
+        ends_s = time.monotonic() + injection.duration_s
+        if injection.kind in (Kind.STOP, Kind.STOP_ENGINE, *_THREADS) and is_done:
+            member.stands_until_s = max(member.stands_until_s, ends_s)
         if injection.kind not in (Kind.CLOCK, Kind.WALL_CLOCK):
             self._later(injection.duration_s + 1.0, lambda: None)  # rest comes after its end
 
-    def _kill(self, member: Member, injection: Injection) -> None:
+    def _kill(self, member: Member, injection: Injection) -> bool:
         if member.back_at_s is not None or member.client is None:
-            return  # it is dead already
+            return False  # it is dead already
         if injection.kind is Kind.OTHER_LIFE:
             member.is_usurper = not member.is_usurper
-        self._fleet.kill(member, injection.rank)
+        is_done = self._fleet.kill(member, injection.rank)
         member.back_at_s = time.monotonic() + injection.gap_s
+        return is_done
 
     def _tend(self) -> None:
         """Engines that died are started anew; those that have started are connected to."""
@@ -625,7 +688,9 @@ class Play:
                 # Also without a client: it may be the first to notice, and is gone then
                 self.summary.lost.append(f"{member.name}: {dead} died by itself")
                 member.back_at_s = now_s
-            elif member.client is None and self._fleet.serves(member):
+            elif member.client is not None or now_s < member.stands_until_s:
+                continue
+            elif self._fleet.serves(member):
                 self._meet(member)
 
     def _meet(self, member: Member) -> None:
@@ -639,30 +704,21 @@ class Play:
                 self.summary.lost.append(f"{member.name}: did not start: {e}")
             member.back_at_s = time.monotonic() + 0.2
 
-    def _besiege(self, member: Member, injection: Injection) -> None:
-        params, facts = self._last_params.get(member.name), member.facts.get(injection.rank)
-        if params is None or facts is None:
-            return
+    def _targets(self) -> list[Target]:
+        """Ranks that serve and give KV, and an offer of each: what a hostile peer may know."""
         sinks = [m for m in self._fleet if not m.shape.is_prefill and 0 in m.facts]
-        target = Target(
-            control=facts.control,
-            data=facts.data.get("zmq") or next(iter(facts.data.values()), ""),
-            nonce=bytes.fromhex(params["kvxfer"]["nonce"]),
-            incarnation=bytes.fromhex(params["kvxfer"]["incarnation"]),
-            sink_life=sinks[0].facts[0].incarnation if sinks else bytes(16),
-        )
-        process = forkserver().Process(
-            target=besiege,
-            args=(
-                msgspec.json.encode(target),
-                self._plan.seed + injection.at,
-                injection.duration_s,
-            ),
-            daemon=True,
-        )
-        process.start()
-        self._besiegers.append(process)
-        self._later(injection.duration_s + 1.0, process.kill)
+        return [
+            Target(
+                control=facts.control,
+                data=facts.data.get("zmq") or next(iter(facts.data.values()), ""),
+                nonce=bytes.fromhex(params["kvxfer"]["nonce"]),
+                incarnation=bytes.fromhex(params["kvxfer"]["incarnation"]),
+                sink_life=sinks[0].facts[0].incarnation if sinks else bytes(16),
+            )
+            for member in self._fleet
+            if (params := self._last_params.get(member.name)) and member.client is not None
+            for facts in member.facts.values()
+        ]
 
     def _later(self, wait_s: float, act: Callable[[], object]) -> None:
         due_s = time.monotonic() + wait_s
@@ -685,9 +741,6 @@ class Play:
                 gone = [member.name for member in self._fleet if member.client is None]
                 self.summary.hung.append(f"{gone}: expected all to serve within {REST_S:g} s")
                 return
-        for process in self._besiegers:
-            process.kill()
-            process.join()
         for member in self._fleet:
             try:
                 self._wait_for_blocks(member, deadline_s)
@@ -747,18 +800,27 @@ _THREADS = {
 }
 
 
-def _order(injection: Injection) -> Order:
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    """In the order of their names."""
+    return dict(sorted(Counter(names).items()))
+
+
+def _order(number: int, injection: Injection) -> Order:
     match injection.kind:
-        case Kind.MANGLE:
+        case Kind.MANGLE | Kind.MANGLE_CHUNKS:
             return Order(
-                mangle=injection.messages, share=injection.share, duration_s=injection.duration_s
+                number=number,
+                mangle=injection.messages,
+                mangles=CHUNK if injection.kind is Kind.MANGLE_CHUNKS else MESSAGE,
+                share=injection.share,
+                duration_s=injection.duration_s,
             )
         case Kind.CLOCK:
-            return Order(clock_s=injection.duration_s)
+            return Order(number=number, clock_s=injection.duration_s)
         case Kind.WALL_CLOCK:
-            return Order(wall_s=injection.duration_s)
+            return Order(number=number, wall_s=injection.duration_s)
         case _:
-            return Order(reset=True)
+            return Order(number=number, reset=True)
 
 
 def _errors_in(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.fleet import Fleet, Networks
-from tests.chaos.play import Play, Summary
+from tests.chaos.play import IN_FLIGHT, Play, Summary
 from tests.chaos.storm import Plan
 
 QUIET = {"log_level": "CRITICAL"}
@@ -24,9 +24,11 @@ def weather(
     planted: str = "",
     faults: str = "",
     networks: Networks | None = None,
+    in_flight: int = IN_FLIGHT,
 ) -> Summary:
     """Start the fleet, play the storm, and end everything. ``folder``: for logs,
-    made here; ``planted``, ``faults``, ``networks``: as :class:`Fleet` has them.
+    made here; ``planted``, ``faults``, ``networks``: as :class:`Fleet` has them; ``in_flight``: as
+    :class:`Play` has it.
     """
     folder.mkdir(parents=True)  # what another storm has written would be taken for this one's
     with Fleet(
@@ -40,4 +42,4 @@ def weather(
         faults=faults,
         networks=networks,
     ) as fleet:
-        return Play(plan, fleet, folder, wire).run()
+        return Play(plan, fleet, folder, wire, in_flight=in_flight).run()

@@ -2,7 +2,7 @@
 
 Moments are numbers of requests: "when the 120th is sent". So a slower machine has the same storm.
 A seed of a record up to 2026-11-26 has another plan here: there no request goes to both engines at
-once. What befalls the engines is the same.
+once, hostile peers come now and then, no stop is longer than 5 s, and chunks alone are not mangled.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Kind(enum.StrEnum):
     STOP_MAIN = "stop of the engine thread"
     STOP_ZMQ = "stop of a thread of ZeroMQ"
     MANGLE = "messages mangled"
+    MANGLE_CHUNKS = "chunks mangled"
     CLOCK = "clock jumps ahead"
     WALL_CLOCK = "wall clock jumps"
     RESET = "cache reset"
-    HOSTILE = "hostile peers"
     CUT_WHOLE = "network cut both ways"
     CUT_PREFILL = "network cut from prefill to decode"
     CUT_DECODE = "network cut from decode to prefill"
@@ -78,8 +78,15 @@ ON_ONE_HOST = tuple(kind for kind in Kind if kind not in CUTS)
 BETWEEN_HOSTS = (
     *(*CUTS, *CUTS),
     *(Kind.KILL_RANK, Kind.KILL_SCHEDULER, Kind.STOP_ENGINE, Kind.STOP_IO, Kind.STOP_ZMQ),
-    *(Kind.MANGLE, Kind.CLOCK, Kind.RESET),
+    *(Kind.MANGLE, Kind.MANGLE_CHUNKS, Kind.CLOCK, Kind.RESET),
 )
+CHUNKLESS = ("shm", "cuda_ipc")
+"""Wires that have no chunks: a sink reads its source's memory."""
+
+
+def kinds_for(wire: str, kinds: Sequence[Kind] = ON_ONE_HOST) -> tuple[Kind, ...]:
+    """Of these, what can befall engines with that wire."""
+    return tuple(k for k in kinds if k is not Kind.MANGLE_CHUNKS or wire not in CHUNKLESS)
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -132,7 +139,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 class Injection(msgspec.Struct, frozen=True, kw_only=True):
     """``at``: when so many requests were sent. ``duration_s``: how long it stands, or how far a
-    clock jumps. ``gap_s``: from a kill to the restart.
+    clock jumps. ``gap_s``: from a kill to the restart. ``messages``: how they, or chunks, are
+    mangled, and ``share``: how many.
     """
 
     at: int
@@ -144,21 +152,39 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[str, ...] = ()
     share: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """As it is counted."""
+        is_stop = self.kind in (*STOPS, *CUTS)
+        is_long = is_stop and self.duration_s >= LONG_STOP_S
+        return f"{self.kind}, {self.duration_s:g} s" if is_long else self.kind.value
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a storm."""
+    """All of a storm. ``siege_s``: all the while a hostile peer makes an attack that often; 0:
+    there is none.
+    """
 
     seed: int
     fleet: tuple[Shape, ...]
     asks: tuple[Ask, ...]
     injections: tuple[Injection, ...]
+    siege_s: float = 0.0
 
 
 LONGEST_PROMPT = 400
 STEP_TOKENS = 192
 """What an engine computes in one step: the longer half of the prompts takes several."""
+_THREAD_STOPS = (Kind.STOP_IO, Kind.STOP_COPY, Kind.STOP_MAIN, Kind.STOP_ZMQ)
+STOPS = (Kind.STOP, Kind.STOP_ENGINE, *_THREAD_STOPS)
 THREAD_STOPS_S = (1.0, 3.0, 5.0)
 PROCESS_STOPS_S = (0.3, 1.2, 3.5)
+MANGLED_S = (1.0, 3.0, 8.0)
+LONG_STOP_S, LONG_STOP_SHARE = 10.0, 0.2
+"""Longer than every time-out of the engines and of their request channel; and how many stops are,
+and cuts of the network.
+"""
+SIEGE_S = 0.2
 
 
 def make_plan(
@@ -168,8 +194,9 @@ def make_plan(
     fleet: Sequence[Shape] = FLEET,
     kinds: Sequence[Kind] = ON_ONE_HOST,
     every: int = 40,
-    longest_stop_s: float = 5.0,
+    longest_stop_s: float = LONG_STOP_S,
     victims: Sequence[str] = (),
+    siege_s: float = 0.0,
 ) -> Plan:
     """``every``: a storm has one injection for so many requests, each kind in turn; ``victims``:
     the engines that they befall, all if there are none.
@@ -201,7 +228,11 @@ def make_plan(
         for at, kind in zip(_moments(count, num_requests, drawn), order, strict=False)
     )
     return Plan(
-        seed=seed, fleet=tuple(fleet), asks=tuple(_together(asks, seed)), injections=injections
+        seed=seed,
+        fleet=tuple(fleet),
+        asks=tuple(_together(asks, seed)),
+        injections=injections,
+        siege_s=siege_s,
     )
 
 
@@ -231,7 +262,9 @@ def _moments(count: int, num_requests: int, drawn: random.Random) -> Iterator[in
 def _injection(
     at: int, kind: Kind, drawn: random.Random, fleet: Sequence[Shape], longest_s: float
 ) -> Injection:
-    shape = drawn.choice([each for each in fleet if each.is_prefill or kind is not Kind.HOSTILE])
+    # Only who gives KV has chunks
+    able = [each for each in fleet if each.is_prefill or kind is not Kind.MANGLE_CHUNKS]
+    shape = drawn.choice(able)
     if kind is Kind.KILL_RANK and any(each.tp_size > 1 for each in fleet):
         shape = drawn.choice([each for each in fleet if each.tp_size > 1])
     rank = drawn.randrange(shape.tp_size)
@@ -239,19 +272,20 @@ def _injection(
         rank = shape.tp_size - 1
     elif kind is Kind.KILL_SCHEDULER:
         rank = 0
-    is_thread = kind in (Kind.STOP_IO, Kind.STOP_COPY, Kind.STOP_MAIN, Kind.STOP_ZMQ)
-    durations = [d for d in (THREAD_STOPS_S if is_thread else PROCESS_STOPS_S) if d <= longest_s]
-    if kind is Kind.STOP_ZMQ:
-        durations = durations[:2]  # the request channel's own heartbeats end after 5 s
-    duration_s = drawn.choice(durations)
+    usual_s = THREAD_STOPS_S if kind in _THREAD_STOPS else PROCESS_STOPS_S
+    duration_s = drawn.choice([each_s for each_s in usual_s if each_s <= longest_s])
+    if drawn.random() < LONG_STOP_SHARE and longest_s >= LONG_STOP_S:
+        duration_s = LONG_STOP_S
     messages: tuple[str, ...] = ()
+    share = 0.0
     if kind is Kind.CLOCK:
         duration_s = drawn.choice((0.5, 2.0, 60.0, 7200.0))
     elif kind is Kind.WALL_CLOCK:
         duration_s = drawn.choice((-86400.0, -5.0, 5.0, 86400.0))
-    elif kind in (Kind.HOSTILE, Kind.MANGLE):
-        duration_s = drawn.choice([d for d in (1.0, 2.0, 4.0) if d <= longest_s])
+    elif kind in (Kind.MANGLE, Kind.MANGLE_CHUNKS):
+        duration_s = drawn.choice([each_s for each_s in MANGLED_S if each_s <= longest_s])
         messages = tuple(drawn.sample(MESSAGE_KINDS, drawn.randrange(1, len(MESSAGE_KINDS) + 1)))
+        share = drawn.choice((0.05, 0.2, 0.5))
     return Injection(
         at=at,
         kind=kind,
@@ -259,6 +293,6 @@ def _injection(
         rank=rank,
         duration_s=duration_s,
         gap_s=drawn.choice((0.0, 0.3, 1.5)),
-        messages=messages if kind is Kind.MANGLE else (),
-        share=drawn.choice((0.02, 0.1, 0.4)) if kind is Kind.MANGLE else 0.0,
+        messages=messages,
+        share=share,
     )

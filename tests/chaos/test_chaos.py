@@ -4,6 +4,7 @@ nothing is left. ``scripts/chaos.py`` has the long ones.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
@@ -12,16 +13,28 @@ from typing import Any
 
 import pytest
 
+from kvxfer.engine.rpc import HEARTBEAT_S
 from kvxfer.transfer.manifest import RankId
 from tests.builders import EngineShape, build_regions
 from tests.chaos import planted as planted_faults
 from tests.chaos.content import answer_of, kv_of, names_of
 from tests.chaos.finding import look_for
-from tests.chaos.fleet import Networks
+from tests.chaos.fleet import IMPATIENT, Networks
 from tests.chaos.planted import PLANTED, Planted
 from tests.chaos.play import Summary
 from tests.chaos.running import weather
-from tests.chaos.storm import BETWEEN_HOSTS, CUTS, ON_ONE_HOST, Plan, Twist, make_plan
+from tests.chaos.storm import (
+    BETWEEN_HOSTS,
+    CUTS,
+    ON_ONE_HOST,
+    SIEGE_S,
+    STOPS,
+    Kind,
+    Plan,
+    Twist,
+    kinds_for,
+    make_plan,
+)
 from tests.connector.rig import NIXL, UCX
 from tests.two_hosts import HostsUnavailable, two_networks
 
@@ -33,27 +46,36 @@ def slow(wire: Any) -> Any:
 
 
 _NOTHING = object()
-FEW = 160
+FEW, MANY = 160, 300
+"""Requests of a short storm, and those of a long one that are in flight at once."""
 SHORT = 1.2
 """Stops of a second: as long as the shortest time-outs. Longer ones are in the long storms."""
 
 
 @pytest.mark.parametrize("wire", ["shm", "zmq"])
 def test_a_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
-    plan = make_plan(5, FEW, every=FEW, longest_stop_s=SHORT)
-    summary = weather(plan, tmp_path / "storm", wire)
+    kinds = kinds_for(wire)
+    plan = make_plan(7, FEW, kinds=kinds, every=FEW, longest_stop_s=SHORT, siege_s=SIEGE_S)
+    summary = weather(plan, tmp_path / "storm", wire, in_flight=60)  # so that it lasts a while
     assert summary.problems() == []
-    assert sum(summary.injections.values()) == len(ON_ONE_HOST)
-    assert summary.ends["loaded"] > FEW / 5
+    befallen = Counter(summary.injections) + Counter(summary.missed)
+    assert befallen == Counter(kind.value for kind in kinds)
+    assert summary.injections.keys() & {Kind.KILL_SCHEDULER, Kind.KILL_RANK, Kind.OTHER_LIFE}
+    assert sum(summary.attacks.values()) > 0
+    assert summary.ends["loaded"] > FEW / 10
     assert max(summary.lives.values()) > 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["shm", "zmq", UCX, NIXL])
 def test_a_long_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
-    summary = weather(make_plan(3, 1500), tmp_path / "storm", wire)
+    plan = make_plan(3, 1500, kinds=kinds_for(wire), siege_s=SIEGE_S)
+    summary = weather(plan, tmp_path / "storm", wire, in_flight=MANY)
     assert summary.problems() == []
     assert summary.ends["loaded"] > 300
+    assert summary.in_flight >= MANY
+    assert max(summary.held.values()) > MANY / 10
+    assert sum(summary.mangled.values()) > 10
 
 
 @pytest.mark.slow
@@ -70,7 +92,9 @@ def test_a_long_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
 def test_a_storm_with_settings_leaves_nothing_behind(
     wire: str, settings: dict[str, Any], counter: str, tmp_path: Path
 ) -> None:
-    summary = weather(make_plan(6, 800), tmp_path / "storm", wire, settings=settings)
+    summary = weather(
+        make_plan(6, 800, kinds=kinds_for(wire)), tmp_path / "storm", wire, settings=settings
+    )
     assert summary.problems() == []
     assert summary.counts[counter] > 20
 
@@ -101,10 +125,12 @@ def test_a_storm_between_hosts_leaves_nothing_behind(
     wire: str, networks: Networks, tmp_path: Path
 ) -> None:
     """The network between prefill and decode is cut, one way or both, and heals."""
-    plan = make_plan(11, 600, kinds=BETWEEN_HOSTS, every=30)
+    plan = make_plan(11, 600, kinds=BETWEEN_HOSTS, every=30, siege_s=SIEGE_S)
     summary = weather(plan, tmp_path / "storm", wire, networks=networks)
     assert summary.problems() == []
-    assert summary.injections.keys() == {kind.value for kind in BETWEEN_HOSTS}
+    cuts = [name for name in summary.injections if name.startswith("network")]
+    assert len(cuts) >= len(CUTS)
+    assert sum(summary.attacks.values()) > 0
     assert summary.ends["loaded"] > 100
 
 
@@ -131,7 +157,7 @@ def test_kv_with_a_flipped_bit_is_corrupt_and_never_taken(wire: str, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["shm", "zmq", UCX, NIXL])
 def test_a_storm_with_flipped_bits_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
-    summary = flipped(wire, make_plan(9, 800), tmp_path, "all")
+    summary = flipped(wire, make_plan(9, 800, kinds=kinds_for(wire)), tmp_path, "all")
     assert summary.problems() == []
     assert summary.flipped["computed: corrupt"] > 20
 
@@ -199,6 +225,24 @@ def test_a_seed_is_the_whole_plan() -> None:
     plan = make_plan(7, 3000)
     assert {ask.twist for ask in plan.asks} == set(Twist)
     assert {each.kind for each in plan.injections} == set(ON_ONE_HOST)
+
+
+def test_some_stops_are_longer_than_every_time_out_and_are_counted_apart() -> None:
+    longest_s = max(*IMPATIENT.values(), 5 * HEARTBEAT_S)
+    stops = [each for each in make_plan(7, 3000).injections if each.kind in STOPS]
+    long = [each for each in stops if each.duration_s > longest_s]
+    assert 0 < len(long) < len(stops) / 2
+    assert all(each.name == f"{each.kind}, 10 s" for each in long)
+    short = make_plan(7, 3000, longest_stop_s=SHORT).injections
+    assert max(each.duration_s for each in short if each.kind in STOPS) <= SHORT
+
+
+def test_only_who_gives_kv_in_chunks_has_some_mangled() -> None:
+    plan = make_plan(7, 3000)
+    mangled = [each for each in plan.injections if each.kind is Kind.MANGLE_CHUNKS]
+    assert {each.engine for each in mangled} == {"p0", "p1"}
+    assert Kind.MANGLE_CHUNKS in kinds_for("zmq")
+    assert Kind.MANGLE_CHUNKS not in kinds_for("shm")
 
 
 def test_kv_says_whose_it_is() -> None:

@@ -376,8 +376,8 @@ def address_of(case: Case, number: int) -> str:
     return f"127.{'1' if case.origin == 'afar' else '0'}.{number // 250}.{number % 250 + 2}"
 
 
-def attack(case: Case, target: Target, address: str) -> Fate:
-    """Carry one round out, and say what came of its connections."""
+def attack(case: Case, target: Target, address: str, wait_s: float = WAIT_S) -> Fate:
+    """Carry one round out, and say what came of its connections. ``wait_s``: for an answer."""
     endpoint = target.control if case.port == "control" else target.data
     if case.key != "none":
         return _attack_with_key(case, target, endpoint, address)
@@ -386,7 +386,7 @@ def attack(case: Case, target: Target, address: str) -> Fate:
         for _ in range(case.number):
             try:
                 peer = (zmtp.open_tcp if case.is_raw else zmtp.connect)(
-                    endpoint, WAIT_S, address=address
+                    endpoint, wait_s, address=address
                 )
             except ConnectionError:
                 return Fate.REFUSED

@@ -37,7 +37,7 @@ MOST_NEW = 4
 """Tokens that a request of a storm asks for at most."""
 KINDS = (
     *(Kind.KILL_SCHEDULER, Kind.STOP, Kind.STOP_IO, Kind.STOP_COPY, Kind.STOP_MAIN, Kind.STOP_ZMQ),
-    *(Kind.MANGLE, Kind.CLOCK, Kind.WALL_CLOCK, Kind.RESET, Kind.HOSTILE),
+    *(Kind.MANGLE, Kind.CLOCK, Kind.WALL_CLOCK, Kind.RESET, Kind.MANGLE_CHUNKS),
 )
 """What befalls an engine of one rank; its id on the port of another one is not vLLM's to choose."""
 SHAPES = (
@@ -68,13 +68,14 @@ def weather(
     *,
     settings: Mapping[str, Any] | None = None,
     faults: str = "",
+    in_flight: int = IN_FLIGHT,
 ) -> Summary:
     """One storm; as :func:`tests.chaos.running.weather` has it."""
     folder.mkdir(parents=True)
     own = {"transport": wire, **(STREAM if wire != "shm" else {}), **(settings or {})}
     connector = SHARED if wire == "shm" else {}
     with VllmFleet(folder, plan, connector=connector, settings=own, faults=faults) as fleet:
-        return Play(plan, fleet, folder, wire, in_flight=IN_FLIGHT).run()
+        return Play(plan, fleet, folder, wire, in_flight=in_flight).run()
 
 
 class StormEngine(Engine):
@@ -242,6 +243,7 @@ class VllmFleet(Fleet):
         faults: str = "",
     ) -> None:
         self.names = Names()
+        self._networks = None
         self._folder, self._seed, self._plan = folder, plan.seed, plan
         self._connector = dict(connector or {})
         self._settings = {**IMPATIENT, "log_level": "CRITICAL", **(settings or {})}
@@ -334,7 +336,7 @@ class VllmFleet(Fleet):
         engine = self._launched(member.shape, _engine(member).port)
         member.group = VllmGroup(engine)
         member.lives += 1
-        member.back_at_s = None
+        member.back_at_s, member.stands_until_s = None, 0.0
 
     def close(self) -> None:
         super().close()

@@ -5,7 +5,6 @@ and with what became of each request's load.
 from __future__ import annotations
 
 import socket
-import time
 from typing import Any
 
 from kvxfer.config import Config
@@ -39,10 +38,7 @@ class StormWorker(Worker):
         self._offsets = open_door(reach, _services[0][0], 0, _services[0][1])
 
     def _step(self) -> None:
-        if time.monotonic() < self._offsets.reset_until_s:
-            self._offsets.reset_until_s = 0.0
-            for connector in _schedulers:
-                connector.reset_cache()
+        self._offsets.reset(_schedulers)
         super()._step()
 
     def _finished(self, output: Any) -> dict[str, Any]:
