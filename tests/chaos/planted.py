@@ -31,7 +31,9 @@ aggregator, board, given_offer, load_routes, sink, source = (
 plan, session, sink_session, source_session = (
     _room(f"transfer.{name}") for name in ("plan", "session", "sink_session", "source_session")
 )
-shm_direct, stream_machine = (_room(f"transports.{n}") for n in ("shm_direct", "stream_machine"))
+shm_direct, stream_machine, tcp_pipe = (
+    _room(f"transports.{name}") for name in ("shm_direct", "stream_machine", "tcp_pipe")
+)
 shared_memory = _room("tensors.shared_memory")
 scheduler, engine_request = (_room(f"engine.{name}") for name in ("scheduler", "request"))
 
@@ -285,6 +287,37 @@ def a_read_ends_with_its_last_announcement() -> None:
     stream_machine.Reads._settle = settle
 
 
+# ------------------------------------------------------------------ chunks
+
+
+def chunks_are_taken_in_the_order_in_which_they_come() -> None:
+    """The sink does not look which chunk of a read it is that has come."""
+    announced = stream_machine.Reads.announced
+
+    def next_one(self: Any, header: Any) -> Any:
+        is_chunk = isinstance(header, stream_machine.ChunkHeader)
+        read = self._reads.get(header.key) if is_chunk else None
+        if read is not None:
+            header = msgspec.structs.replace(header, sequence=read.num_arrived)
+        return announced(self, header)
+
+    stream_machine.Reads.announced = next_one
+
+
+def a_part_that_was_cut_off_counts() -> None:
+    """Where the connection ends in the middle of a payload, the sink takes it for whole."""
+    receive = tcp_pipe._receive
+
+    def some(sock: Any, into: memoryview) -> None:
+        try:
+            receive(sock, into)
+        except OSError:
+            if into.nbytes == tcp_pipe.PART.size:
+                raise
+
+    tcp_pipe._receive = some
+
+
 # ------------------------------------------------------------------ ids
 
 
@@ -429,6 +462,13 @@ PLANTED: Sequence[Planted] = (
     Planted(a_slot_is_filled_before_its_credit, "credits", wire="zmq"),
     Planted(credits_are_lost, "credits", wire="zmq"),
     Planted(a_read_ends_with_its_last_announcement, "credits", wire="zmq"),
+    Planted(
+        chunks_are_taken_in_the_order_in_which_they_come,
+        "chunks",
+        wire="zmq",
+        kinds=(Kind.MANGLE_CHUNKS,),
+    ),
+    Planted(a_part_that_was_cut_off_counts, "chunks", wire="tcp", kinds=(Kind.MANGLE_CHUNKS,)),
     Planted(block_ids_are_turned, "ids"),
     Planted(one_rank_speaks_for_all, "ids", kinds=(Kind.STOP,)),
     Planted(a_failed_load_counts, "ids", kinds=(Kind.RESET,), settings=NO_BOARD),
