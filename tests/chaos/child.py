@@ -106,9 +106,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Through the door. ``number``: of the injection. ``mangle``: how, and ``mangles``: what,
-    MESSAGE or CHUNK. ``clock_s``: how far the connector's clock jumps; ``wall_s``: time.time().
-    ``trim``: give free memory back to the kernel. ``state``: write down what the connector has to
-    do, into a file.
+    MESSAGE or CHUNK; ``rest``: nothing any more. ``clock_s``: how far the connector's clock jumps;
+    ``wall_s``: time.time(). ``trim``: give free memory back to the kernel. ``state``: write down
+    what the connector has to do, into a file.
     """
 
     number: int = 0
@@ -116,6 +116,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     mangles: str = MESSAGE
     share: float = 0.0
     duration_s: float = 0.0
+    rest: bool = False
     clock_s: float = 0.0
     wall_s: float = 0.0
     reset: bool = False
@@ -414,6 +415,8 @@ def _serve_door(reach: Reach, service: RankService, offsets: Offsets) -> None:
             reach.mangler.begin(
                 order.number, order.mangles, order.mangle, order.share, order.duration_s
             )
+        if order.rest:
+            reach.mangler.end()
         if order.reset:
             offsets.reset_of, offsets.reset_until_s = order.number, time.monotonic() + 1
         if order.trim:

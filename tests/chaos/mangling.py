@@ -77,12 +77,24 @@ class _Held:
     send: Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Window:
+    """It lasts so long from the first message on: who stands still, or is alone, sends none.
+    ``until_s``: None before that.
+    """
+
     order: int
     kinds: tuple[str, ...]
     share: float
-    until_s: float
+    duration_s: float
+    until_s: float | None = None
+
+    def is_open(self) -> bool:
+        """One more message has come."""
+        now_s = time.monotonic()
+        if self.until_s is None:
+            self.until_s = now_s + self.duration_s
+        return now_s < self.until_s
 
 
 class Mangler:
@@ -99,8 +111,12 @@ class Mangler:
     def begin(
         self, order: int, what: str, kinds: tuple[str, ...], share: float, duration_s: float
     ) -> None:
-        """From now on, for so long. ``what``: MESSAGE or CHUNK; ``share``: of them."""
-        self._windows[what] = _Window(order, kinds, share, time.monotonic() + duration_s)
+        """From the next one on, for so long. ``what``: MESSAGE or CHUNK; ``share``: of them."""
+        self._windows[what] = _Window(order, kinds, share, duration_s)
+
+    def end(self) -> None:
+        """From now on nothing is mangled; what is held back leaves in its time."""
+        self._windows.clear()
 
     def install(self) -> None:
         """Into the ways out of this process."""
@@ -158,8 +174,7 @@ class Mangler:
             setattr(owner, name, function)
 
     def _draw_message(self, frames: Sequence[bytes | zmq.Frame]) -> _Drawn | None:
-        window = self._windows.get(MESSAGE)
-        if window is None or time.monotonic() >= window.until_s:
+        if MESSAGE not in self._windows:
             return None
         is_chunk = isinstance(_of_stream(_bytes_of(frames[0])), stream_wire.ChunkHeader)
         return None if is_chunk else self.draw(MESSAGE, KINDS)
@@ -167,7 +182,10 @@ class Mangler:
     def draw(self, what: str, kinds: Sequence[str]) -> _Drawn | None:
         """What befalls the next one, of what can."""
         window = self._windows.get(what)
-        if window is None or time.monotonic() >= window.until_s:
+        if window is None:
+            return None
+        if not window.is_open():
+            self._windows.pop(what, None)  # another thread may be as far
             return None
         possible = [kind for kind in window.kinds if kind in kinds]
         if not possible or self.random.random() >= window.share:

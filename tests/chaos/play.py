@@ -654,8 +654,10 @@ class Play:
                 self._fleet.cut(injection.kind)
                 self._later(injection.duration_s, self._fleet.heal)
                 is_done = True
-            case _:  # the process itself says what it has done
-                self._fleet.tell(member, injection.rank, _order(number, injection))
+            case _:  # the processes themselves say what they have done
+                is_of_all = injection.kind in (Kind.MANGLE, Kind.MANGLE_CHUNKS)
+                for rank in range(member.shape.tp_size) if is_of_all else (injection.rank,):
+                    self._fleet.tell(member, rank, _order(number, injection))
                 is_done = False
         if is_done:
             self._befallen.add(number)
@@ -735,6 +737,9 @@ class Play:
     def _come_to_rest(self) -> None:
         """All engines serve, and have all their blocks."""
         deadline_s = time.monotonic() + REST_S
+        for member in self._fleet:
+            for rank in member.facts:
+                self._fleet.tell(member, rank, Order(rest=True))
         while any(member.client is None for member in self._fleet) or self._due:
             self._go_round()
             if time.monotonic() > deadline_s:

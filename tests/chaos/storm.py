@@ -179,8 +179,8 @@ _THREAD_STOPS = (Kind.STOP_IO, Kind.STOP_COPY, Kind.STOP_MAIN, Kind.STOP_ZMQ)
 STOPS = (Kind.STOP, Kind.STOP_ENGINE, *_THREAD_STOPS)
 THREAD_STOPS_S = (1.0, 3.0, 5.0)
 PROCESS_STOPS_S = (0.3, 1.2, 3.5)
-MANGLED_S = (1.0, 3.0, 8.0)
-LONG_STOP_S, LONG_STOP_SHARE = 10.0, 0.2
+MANGLED_S = (1.0, 4.0, 10.0)
+LONG_STOP_S, LONG_STOP_SHARE = 10.0, 0.1
 """Longer than every time-out of the engines and of their request channel; and how many stops are,
 and cuts of the network.
 """
@@ -285,7 +285,7 @@ def _injection(
     elif kind in (Kind.MANGLE, Kind.MANGLE_CHUNKS):
         duration_s = drawn.choice([each_s for each_s in MANGLED_S if each_s <= longest_s])
         messages = tuple(drawn.sample(MESSAGE_KINDS, drawn.randrange(1, len(MESSAGE_KINDS) + 1)))
-        share = drawn.choice((0.05, 0.2, 0.5))
+        share = drawn.choice((0.1, 0.3, 0.6))
     return Injection(
         at=at,
         kind=kind,
