@@ -108,10 +108,12 @@ class Engine:
         faults: str = "",
         base: EngineManifest | None = None,
         before: Callable[[RankId], object] = lambda rank: None,
+        launches_on: torch.device | None = None,
         **settings: Any,
     ) -> None:
         """``faults``: what its wires do wrong, see kvxfer.testing.faults. ``base``: other regions
-        than those of the shape. ``before``: called before each rank starts.
+        than those of the shape. ``before``: called before each rank starts. ``launches_on``: where
+        its steps run, if not where the pools are.
         """
         settings.setdefault("port", 0)
         if settings.get("transport") == "cuda_ipc" and not HAS_CUDA:
@@ -149,7 +151,7 @@ class Engine:
                 entry.rank,
                 can_leave_unhashed=can_leave_unhashed,
                 ready_event=ready_event,
-                device=device,
+                device=launches_on or device,
             )
             with injected(faults):
                 worker.register_kv_caches(regions, LocalMemory((pool.tensor,), (pool.info,)))

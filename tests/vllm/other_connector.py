@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
-class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """``num_tokens``: None if it never knows; ``keeps``: the blocks of every finished request."""
+class PlainConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """``num_tokens``: None if it never knows. Of models with one group."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -30,10 +30,6 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing."""
         return KVConnectorMetadata()
 
-    def request_finished_all_groups(self, *args: Any) -> tuple[bool, None]:
-        """As it was told."""
-        return self._kv_transfer_config.kv_connector_extra_config.get("keeps", False), None
-
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         """Nothing."""
 
@@ -45,3 +41,11 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Nothing."""
+
+
+class OtherConnector(PlainConnector, SupportsHMA):  # type: ignore[misc]
+    """``keeps``: the blocks of every finished request."""
+
+    def request_finished_all_groups(self, *args: Any) -> tuple[bool, None]:
+        """As it was told."""
+        return self._kv_transfer_config.kv_connector_extra_config.get("keeps", False), None

@@ -128,6 +128,7 @@ class Rig:
     Args:
         window: None: one group that keeps all; else a second one that keeps this many tokens.
         connectors: what goes into MultiConnector; None: ours alone.
+        hybrid_manager: vLLM's, of groups; without it one of a connector's two calls is made.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Rig:
         prefix_caching: bool = True,
         data_parallel_size: int = 1,
         connectors: Sequence[Mapping[str, Any]] | None = None,
+        hybrid_manager: bool = True,
         **extra: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -172,7 +174,7 @@ class Rig:
             max_num_batched_tokens=max_batched_tokens,
             enable_chunked_prefill=True,
             enable_prefix_caching=prefix_caching,
-            disable_hybrid_kv_cache_manager=False,
+            disable_hybrid_kv_cache_manager=not hybrid_manager,
             async_scheduling=is_async,
             kv_cache_memory_bytes=64 << 20,
             kv_transfer_config={**ours, "kv_load_failure_policy": policy},

@@ -666,6 +666,42 @@ def test_beside_another_connector(make_rig: MakeRig) -> None:
     assert rig.stats["requests_loaded"][""] == 1
 
 
+def test_within_multi_connector_an_offer_has_the_blocks_of_all_groups(make_rig: MakeRig) -> None:
+    """MultiConnector has two ways to say that a request has ended; the older one names one group.
+    vLLM 36549.
+    """
+    for connectors in (None, [other(), OURS]):
+        rig = make_rig(window=2 * BLOCK, connectors=connectors)
+        rig.request("p", prompt(100), OFFERED, max_tokens=1)
+        (blocks,) = rig.step().blocks
+        assert [len(ids) for ids in blocks.block_ids] == [7, 7]
+        params = rig.params_of("p")
+        assert params is not None
+        assert rig.step().delayed == ("p",)
+        held = rig.num_free - rig.free_blocks()
+        assert held == 7 + 3  # all of one group, the window of the other
+        rig.step(sent=["p"])
+        assert rig.is_quiet()
+        # Only the second group tells that decoding has passed the window
+        rig.request("late", prompt(100, seed=1), OFFERED, max_tokens=40)
+        for _ in range(40):
+            rig.step()
+        assert rig.params_of("late") is None
+
+
+def test_beside_a_connector_for_one_group_there_are_offers(make_rig: MakeRig) -> None:
+    """It has vLLM's older call alone, so MultiConnector makes that one for all."""
+    plain = {**other(), "kv_connector": "PlainConnector"}
+    rig = make_rig(connectors=[plain, OURS], hybrid_manager=False)
+    rig.request("p", prompt(40), OFFERED, max_tokens=1)
+    rig.step()
+    assert rig.params_of("p") is not None
+    assert rig.step().delayed == ("p",)
+    assert rig.num_free - rig.free_blocks() == 3
+    rig.step(sent=["p"])
+    assert rig.is_quiet()
+
+
 def test_another_connector_has_it(make_rig: MakeRig) -> None:
     """Its tokens are loaded, our offer is given up, and its reports are not ours."""
     rig = make_rig(connectors=[other(32), OURS])

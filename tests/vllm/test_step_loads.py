@@ -331,6 +331,9 @@ def test_within_multi_connector_there_is_none(
         try_once(pair, rng, f"d{number}", mode[0])
     assert pair.num_torn > 6
     assert pair.num_in_step == 0
+    # Each load once: vLLM 53049 asserts of a second report that its request waits
+    told = [pair.sink.reports_of("finished_recving", f"d{number}") for number in range(12)]
+    assert max(told) == 1
 
 
 def test_whose_config_it_is() -> None:
