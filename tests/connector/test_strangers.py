@@ -486,6 +486,18 @@ def test_with_keys_nobody_comes_in_without_one_that_is_pinned(
         until(lambda: source.count("connections.refused.key") >= 1)
 
 
+@pytest.mark.parametrize("keys", [{}, _keys()], ids=["without keys", "with keys"])
+def test_with_keys_a_control_port_has_no_unix_socket(keys: dict[str, Any]) -> None:
+    """What is said there would travel in clear."""
+    with Engine(ONE, "prefill", fill=1, transport="zmq", **keys) as source:
+        found = {}
+        for port in PORTS:
+            name = guard.unix_endpoint(port_of(source, port)).removeprefix("ipc://@")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
+                found[port] = visitor.connect_ex(f"\0{name}") == 0
+    assert found == {port: port != "control" or not keys for port in PORTS}
+
+
 def test_a_listener_stands_where_host_says() -> None:
     with Engine(ONE, "prefill", fill=1, transport="zmq", host="localhost") as source:
         (rank,) = source.manifest.ranks

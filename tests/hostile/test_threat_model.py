@@ -17,27 +17,43 @@ def _page() -> str:
     return text.partition("## 8. Trust")[2].partition("\n## ")[0]
 
 
-def _rows() -> list[str]:
-    """Of the table of attacks: its last column."""
-    table = _page().partition("| shown by |\n")[2].partition("\n\n")[0]
-    return [line.rpartition(" | ")[2].removesuffix(" |") for line in table.splitlines()[1:]]
+def _tables() -> list[list[list[str]]]:
+    """The cells of each table of the page, its header first."""
+    found = re.findall(r"(?:^\|.*\n)+", _page(), re.MULTILINE)
+    tables = [
+        [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+        for table in found
+    ]
+    return [[header, *rows] for header, _, *rows in tables]
 
 
-def test_every_line_names_a_test_that_is_there() -> None:
+def test_every_line_of_every_table_names_tests_that_are_there() -> None:
     defined = {
         name
         for file in ROOT.glob("tests/**/test_*.py")
         for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    rows = _rows()
-    assert len(rows) > 15
-    for shown_by in rows:
-        tests, cases = re.findall(r"`(\w+)`", shown_by), re.findall(r'"([^"]+)"', shown_by)
-        assert tests or cases, shown_by
-        assert set(tests) <= defined, shown_by
-        for name in cases:
-            assert any(case.name.startswith(name) for case in CASES), shown_by
+    tables = _tables()
+    assert [len(rows) > 2 for _, *rows in tables] == [True, False, True]
+    assert len(tables[2]) > 20
+    for header, *rows in tables:
+        assert header[-1] == "shown by", header
+        for row in rows:
+            assert len(row) == len(header), row
+            shown_by = row[-1]
+            tests, cases = re.findall(r"`(\w+)`", shown_by), re.findall(r'"([^"]+)"', shown_by)
+            assert tests or cases, shown_by
+            assert set(tests) <= defined, shown_by
+            for name in cases:
+                assert any(case.name.startswith(name) for case in CASES), shown_by
     assert set(re.findall(r"`(test_\w+)`", _page())) <= defined
+
+
+def test_every_hostile_case_is_named_on_the_page() -> None:
+    """The other way round: no case shows what nobody claims."""
+    rows = (row[-1] for _, *rows in _tables() for row in rows)
+    named = [name for shown_by in rows for name in re.findall(r'"([^"]+)"', shown_by)]
+    assert [case.name for case in CASES if not case.name.startswith(tuple(named))] == []
 
 
 ROUTER = """
