@@ -81,7 +81,11 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
         "test_a_pull_that_cannot_be_posted_ends_in_its_deadline",
     ),
     # Steps and loads
-    "vLLM 45357, 45096, 37285": ("test_a_step_in_flight_never_overwrites_received_blocks",),
+    "vLLM 45357": ("test_a_step_in_flight_never_overwrites_received_blocks",),
+    "vLLM 45096, 37285": (
+        "test_a_step_in_flight_never_overwrites_received_blocks",
+        "test_states_move_with_the_rest",
+    ),
     "vLLM 48481": (
         "test_a_step_in_flight_never_overwrites_received_blocks",
         "test_a_load_waits_then_computes_the_rest",
@@ -98,7 +102,11 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
         "test_a_failed_load_of_several_groups_is_told_by_request",
         "test_several_groups_need_failures_by_request",
     ),
-    "vLLM 32200, 34896": ("test_a_failure_is_counted_under_its_reason",),
+    "vLLM 32200, 34896": (
+        "test_a_failure_is_counted_under_its_reason",
+        "test_failed_and_recomputed",
+        "test_failed_and_given_up",
+    ),
     # Several ranks, several connectors, several models
     "vLLM 53049": (
         "test_a_rank_that_reports_twice_ends_no_request_and_no_engine",
@@ -109,7 +117,11 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
         "test_beside_a_connector_for_one_group_there_are_offers",
     ),
     "vLLM 53903": ("test_every_rank_reports_every_request",),
-    "vLLM 54926, 49230": ("test_layers_of_a_draft_model_move_with_the_others",),
+    "vLLM 54926, 49230": (
+        "test_layers_of_a_draft_model_move_with_the_others",
+        "test_as_much_is_accepted_as_in_one_engine",
+        "test_a_draft_at_decode_alone",
+    ),
 }
 """Public reports of other connectors, by number: which tests fail where kvxfer does the same."""
 
@@ -628,6 +640,7 @@ def test_a_failure_is_counted_under_its_reason() -> None:
         (report,) = sink.reports("d")
         assert report.reason is Reason.READ_FAILED
         assert report.detail
+        assert sink.take_stats().reasons == {"read_failed": 1}
 
 
 # ------------------------------------------------------------------ several ranks
@@ -650,17 +663,38 @@ def test_a_rank_that_reports_twice_ends_no_request_and_no_engine() -> None:
     assert step(None, {"r"}) == {"r"}
 
 
+RANKS = {
+    "four for two heads": EngineShape(num_blocks=16, tp_size=4),
+    "two stages": EngineShape(num_blocks=16, pp_size=2, tp_size=2),
+    "tokens in turns": EngineShape(
+        num_blocks=16, num_kv_heads=1, tp_size=2, cp_size=2, protocol=(1, 3)
+    ),
+}
+
+
 @pytest.mark.parametrize("wire", WIRES)
-def test_every_rank_reports_every_request(wire: str) -> None:
-    """Also those that read nothing: four ranks have two heads, one rank takes them."""
-    many = EngineShape(num_blocks=16, tp_size=4)
-    with pair(wire, shapes=(many, SHAPE)) as (source, sink):
-        ref = source.offer("p", 64, BLOCKS)
-        source.compute("p")
-        sink.load("d", ref, BLOCKS, SPAN)
-        until(lambda: sink.received("d"))
-        assert sink.reasons("d") == {None}
-        until(lambda: source.sent("p"))
+@pytest.mark.parametrize("many", RANKS.values(), ids=RANKS)
+def test_every_rank_reports_every_request(wire: str, many: EngineShape) -> None:
+    """Also those that nobody reads; on both sides, and where the load is given up."""
+    one = EngineShape(num_blocks=16, num_kv_heads=many.num_kv_heads, protocol=many.protocol)
+    table = BLOCKS[: -(-64 // many.table_tokens)]
+    with (
+        pair(wire, shapes=(many, one)) as (source, sink),
+        pair(wire, shapes=(one, many)) as (other, sinks),
+    ):
+        for takes, gives, given, taken in (
+            (sink, source, table, BLOCKS),
+            (sinks, other, BLOCKS, table),
+        ):
+            for name, is_given_up in (("p", False), ("q", True)):
+                ref = gives.offer(name, 64, given)
+                gives.compute(name)
+                takes.load(name, ref, taken, SPAN)
+                if is_given_up:
+                    takes.abort(name)
+                until(lambda takes=takes, name=name: takes.received(name))  # type: ignore[misc]
+                assert is_given_up or takes.reasons(name) == {None}
+                until(lambda gives=gives, name=name: gives.sent(name))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("wire", WIRES)
