@@ -104,9 +104,13 @@ def _run(name: str, num_runs: int, inputs: Path) -> Row:
     begin_s = time.monotonic()
     command = [sys.executable, __file__, "--one", name, "--runs", str(num_runs)]
     ended = subprocess.run(
-        [*command, "--inputs", str(inputs)], capture_output=True, text=True, check=False
+        [*command, "--inputs", str(inputs)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
     )
-    last = _LAST.search(ended.stderr)
+    last = _LAST.search(ended.stdout)
     num_inputs, num_edges, num_features = map(int, last.groups()) if last else (0, 0, 0)
     return Row(
         decoder=name,
@@ -114,8 +118,12 @@ def _run(name: str, num_runs: int, inputs: Path) -> Row:
         num_edges=num_edges,
         num_features=num_features,
         seconds=time.monotonic() - begin_s,
-        defect="" if last and ended.returncode == 0 else ended.stderr[-3000:],
+        defect="" if last and ended.returncode == 0 else _end_of(ended),
     )
+
+
+def _end_of(ended: subprocess.CompletedProcess[str]) -> str:
+    return f"exit status {ended.returncode}: {ended.stdout[-3000:]}"
 
 
 def _tables(report: Report) -> list[Table]:
@@ -145,6 +153,13 @@ def _fuzz(name: str, num_runs: int, inputs: Path) -> None:
         seeds = (*decoder.seeds, frame) if frame else decoder.seeds
         return mutated(random.Random(seed), decoder.form, seeds)[:most_nbytes]
 
+    def read(frame: bytes) -> None:
+        try:
+            outcome(decoder, frame, Path(folder))
+        except BaseException:  # atheris may be ended by its own alarm before it has kept it
+            (inputs / f"{name.replace(' ', '_')}-last").write_bytes(frame)
+            raise
+
     with tempfile.TemporaryDirectory() as folder:
         arguments = [
             *(f"-runs={num_runs}", "-seed=1", f"-max_len={MOST_NBYTES}", "-timeout=5"),
@@ -152,7 +167,7 @@ def _fuzz(name: str, num_runs: int, inputs: Path) -> None:
         ]
         atheris.Setup(
             [sys.argv[0], *arguments],
-            lambda frame: outcome(decoder, frame, Path(folder)),
+            read,
             custom_mutator=mutate,
         )
         atheris.Fuzz()

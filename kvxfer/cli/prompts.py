@@ -111,7 +111,7 @@ def _parsed_lines(option: str, path: Path, parse: Callable[[str], _T]) -> list[t
         if line.strip():
             try:
                 parsed.append((number, parse(line)))
-            except (msgspec.MsgspecError, ValueError) as e:
+            except (msgspec.MsgspecError, ValueError, RecursionError) as e:
                 raise ConfigError(f"{path}:{number}: {e}") from e
     return parsed
 

@@ -195,7 +195,11 @@ def _from_file(option: str, file: Path, given: Mapping[str, str]) -> dict[str, A
             f"{option}: expected a config.json or its folder, or KEY=VALUE,..., got {str(file)!r} "
             f"({exc.strerror})"
         ) from exc
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+    # RecursionError: a file nested deeper than the parser goes.
+    except (
+        *(ArithmeticError, AttributeError, LookupError),
+        *(RecursionError, TypeError, ValueError),
+    ) as exc:
         raise ConfigError(
             f"{option}: {file}: expected the config of a decoder, got {type(exc).__name__} ({exc})"
             "; give layers, kv_heads and head_dim instead"

@@ -103,7 +103,9 @@ def test_the_excerpt() -> None:
             "t.jsonl:1: Expected `int` >= 0 - at `\\$.input_length`",
         ),
         ("", "t.jsonl: expected at least one request, got an empty file"),
+        ('{"x": ' + "[" * 100_000, "t.jsonl:1: maximum recursion depth exceeded"),
     ],
+    ids=["nothing", "hash ids", "a negative length", "no request", "nested too deep"],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, line: str, sentence: str) -> None:
     (tmp_path / "t.jsonl").write_text(line)

@@ -283,6 +283,12 @@ def test_a_text_that_is_no_config(tmp_path: Path) -> None:
         parsed(str(tmp_path))
 
 
+def test_a_config_that_is_nested_too_deep_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="expected the config of a decoder, got RecursionError"):
+        parsed(str(tmp_path))
+
+
 @pytest.mark.parametrize("tp_rank", [0, 1])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize(
