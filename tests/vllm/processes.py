@@ -30,6 +30,9 @@ PRELOADED = [
     "kvxfer.connector",
 ]
 
+_FIRST: dict[str, str] = {}
+"""The environment of the first fork, with which the process that all come from has begun."""
+
 
 class Process:
     """A process with its children and a log."""
@@ -47,9 +50,12 @@ class Process:
         """Call a function of a module in a fork of the process that has imported vLLM."""
         ctx = mp.get_context("forkserver")
         ctx.set_forkserver_preload(PRELOADED)
-        with _environment(environment):  # what OpenMP reads when torch is loaded
+        if not _FIRST:
+            _FIRST.update(environment)
+        with _environment(_FIRST):  # what OpenMP reads when torch is loaded
             forkserver.ensure_running()
-        return cls._started(ctx, target, arguments, environment)
+        own = {name: os.environ.get(name) for name in _FIRST}
+        return cls._started(ctx, target, arguments, own | environment)
 
     @classmethod
     def spawn(
@@ -65,7 +71,7 @@ class Process:
         ctx: mp.context.ForkServerContext | mp.context.SpawnContext,
         target: Callable[..., None],
         arguments: tuple[Any, ...],
-        environment: dict[str, str],
+        environment: Mapping[str, str | None],
     ) -> Process:
         log_path = _new_log()
         process = ctx.Process(target=_run, args=(target, arguments, environment, str(log_path)))
@@ -160,10 +166,14 @@ class Process:
 def _run(
     target: Callable[..., None],
     arguments: tuple[Any, ...],
-    environment: Mapping[str, str],
+    environment: Mapping[str, str | None],
     log_path: str,
 ) -> None:
-    os.environ.update(environment)
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
