@@ -138,7 +138,10 @@ def assert_all_is_equal(engines: Drafting, *, is_chunked: bool) -> None:
     assert guessed == guessed_alone
     assert guessed.acceptance_length > 2
     second = [prompts[-1] + tuple(answers[-1]) + prompt(50, seed=2)]
+    before = Sources.of(pair.decode)
     assert engines.moved(second) == engines.expected(second)
+    hit = (Sources.of(pair.decode) - before).local_hits
+    assert hit >= 512 or pair.decode.config.more.get("enable_prefix_caching") is False
     prompts = list(concurrent_prompts(16))
     got, guessed = engines.moved(prompts, at_once=True)
     expected, guessed_alone = engines.expected(prompts)
@@ -187,9 +190,12 @@ def test_a_draft_at_decode_alone(fleet: Fleet) -> None:
 MTP = speculative("mtp", 2)
 
 
-def test_as_much_is_accepted_of_multi_token_prediction(fleet: Fleet) -> None:
-    config = side(MTP, "mtp", more=WHOLE)
-    assert_all_is_equal(drafting(fleet, config, config), is_chunked=False)
+@pytest.mark.parametrize("prefill", [WHOLE, CHUNKS], ids=["whole", "in-chunks"])
+def test_as_much_is_accepted_of_multi_token_prediction(
+    fleet: Fleet, prefill: dict[str, int]
+) -> None:
+    engines = drafting(fleet, side(MTP, "mtp", more=prefill), side(MTP, "mtp", more=WHOLE))
+    assert_all_is_equal(engines, is_chunked=prefill is CHUNKS)
 
 
 DRAFT_MODEL = speculative("draft_model", model=str(models.make("drafted")))
