@@ -8,6 +8,7 @@ caching and blocks of other sizes.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.cases import PROMPT_TOKENS, Pair, Sources, concurrent_prompts, prompt, token_ids
-from tests.vllm.engines import Connector, EngineConfig, Fleet
+from tests.vllm.engines import Connector, Engine, EngineConfig, EngineDied, Fleet
 from tests.vllm.test_latents import ALONE as LATENTS
 
 CHUNKS = {"max_num_batched_tokens": 96}
@@ -95,3 +96,26 @@ def test_what_vllm_lacks_for_cpus() -> None:
     some = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(AssertionError, match="Context Parallelism is not supported on CPU"):
         _compute_slot_mapping_kernel_impl(1, 1, some, some, some, 1, some, 16, 2)
+
+
+@pytest.mark.parametrize("dcp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("runner", "reason"),
+    [
+        ("0", "Model Runner V1 does not support: prefill context parallel"),
+        ("1", "Model Runner V2 requires Triton"),
+    ],
+)
+def test_vllm_starts_no_prefill_context_parallelism_on_cpus(
+    runner: str, reason: str, dcp_size: int
+) -> None:
+    """It says so before it makes a connector."""
+    sizes = {"prefill_context_parallel_size": 2, "decode_context_parallel_size": dcp_size}
+    config = replace(
+        LATENTS,
+        connector=Connector(role="kv_producer"),
+        more=LATENTS.more | sizes,
+        variables={"VLLM_USE_V2_MODEL_RUNNER": runner},
+    )
+    with closing(Engine(config)) as engine, pytest.raises(EngineDied, match=reason):
+        engine.wait_ready()
