@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.benchmarks.load_stats import less_likely
 from tests.vllm.engines import Engine, EngineConfig, Finished, Fleet
 from tests.vllm.models import VOCAB_SIZE
 
@@ -128,3 +129,15 @@ class Pair:
 
 def token_ids(answers: Sequence[Finished]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
+
+
+def gaps(got: Sequence[Finished], alone: Sequence[Finished]) -> list[float]:
+    """Of each prompt, where its tokens first are not one engine's: how much less likely the token
+    is to that engine than its own.
+    """
+    found = []
+    for answer, own in zip(got, alone, strict=True):
+        assert len(answer.token_ids) == len(own.token_ids)
+        likely = [{int(token): each for token, each in step.items()} for step in own.logprobs]
+        found.append(less_likely(answer.token_ids, own.token_ids, likely))
+    return found

@@ -146,12 +146,14 @@ _DELTA_NET: dict[str, Any] = _SHAPE | {
 }
 
 
-def _delta_net() -> Any:
-    """Two layers with a gated delta net and two of attention, experts in each."""
+def _even_delta_net() -> Any:
+    """Two layers with a gated delta net and two of attention. All experts of each are chosen: of
+    some others would be where ranks add up otherwise, in bfloat16.
+    """
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     types = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-    config = Qwen3NextConfig(**_DELTA_NET | types)
+    config = Qwen3NextConfig(**_DELTA_NET | types | {"num_experts_per_tok": 4})
     return Qwen3NextForCausalLM(config)
 
 
@@ -377,7 +379,7 @@ _MAKERS: dict[str, Callable[[], Any]] = {
     "chunked": _chunked,
     "short-conv": _short_conv,
     "state": _state,
-    "delta-net": _delta_net,
+    "even-delta-net": _even_delta_net,
     "delta-net-mtp": _delta_net_mtp,
     "drafted": _drafted,
     "eagle": _eagle,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.benchmarks.load_stats import NEAR, less_likely
-from tests.vllm.cases import Pair, Sources, Tokens, concurrent_prompts, prompt
+from scripts.benchmarks.load_stats import NEAR
+from tests.vllm.cases import Pair, Sources, Tokens, concurrent_prompts, gaps, prompt
 from tests.vllm.engines import OFFER, Connector, Engine, Finished
 from tests.vllm.gpu_models import START_TIMEOUT_S, GpuConfig, GpuEngine
 
@@ -129,18 +129,6 @@ def alone(engine: Engine, prompts: Sequence[Tokens]) -> list[Finished]:
     answers = [engine.result(each, FIRST_TIMEOUT_S) for each in ids]
     engine.reset()
     return answers
-
-
-def gaps(got: Sequence[Finished], alone: Sequence[Finished]) -> list[float]:
-    """Of each prompt, where its tokens first are not one engine's: how much less likely the token
-    is to that engine than its own.
-    """
-    found = []
-    for answer, own in zip(got, alone, strict=True):
-        assert len(answer.token_ids) == len(own.token_ids)
-        likely = [{int(token): each for token, each in step.items()} for step in own.logprobs]
-        found.append(less_likely(answer.token_ids, own.token_ids, likely))
-    return found
 
 
 def assert_as_alone(case: Case, got: Sequence[Finished], alone: Sequence[Finished]) -> None:
