@@ -282,7 +282,7 @@ def test_ranks_of_prefill_context_parallelism_are_ranks_of_a_stage() -> None:
         ({"model": {"enable_sleep_mode": True}}, "enable_sleep_mode: expected False, got True"),
     ],
 )
-def test_refusals(changes: dict[str, Any], message: str) -> None:
+def test_settings_that_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_settings(vllm_config(**changes))
 
