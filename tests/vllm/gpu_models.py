@@ -44,6 +44,17 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_key_value_heads": 8,  # so that 128 tokens are as many bytes as a state
+    "head_dim": 64,
+    "partial_rotary_factor": 0.5,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
 _DEEPSEEK: dict[str, Any] = {
     **_SHAPE,
     **_LATENT,
@@ -111,25 +122,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 1.0,
         "logits_scaling": 1.0,
     },
+    "nemotron-h": {  # Mamba2 in two groups of heads, and layers without any cache
+        **_SHAPE,
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M*-M*-",
+        "num_hidden_layers": 6,
+        "head_dim": 64,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 64,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "conv_kernel": 4,
+    },
     "qwen3-next": {  # gated delta net
         **_SHAPE,
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "num_key_value_heads": 8,  # so that 128 tokens are as many bytes as a state
-        "head_dim": 64,
-        "partial_rotary_factor": 0.5,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
+        **_DELTA_NET,
         # vLLM has no such model without experts. A token sees all of them: which ones it sees would
         # depend on rounding.
         "num_experts": 2,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
+    },
+    "qwen3.5": {  # the same, dense
+        **_SHAPE,
+        **_DELTA_NET,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
     },
     "kimi-linear": {  # Kimi's delta attention, with a gate for each channel, beside latents
         **_SHAPE,

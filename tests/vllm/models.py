@@ -132,6 +132,22 @@ def _state() -> Any:
     return GraniteMoeHybridForCausalLM(config)
 
 
+def _grouped_state() -> Any:
+    """Mamba2 whose heads have two groups of B and C, attention, and layers without any cache."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        **_SHAPE,
+        layers_block_type=["linear_attention", "full_attention", "mlp"] * 2,
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        n_groups=2,
+        ssm_state_size=32,
+        conv_kernel=4,
+    )
+    return NemotronHForCausalLM(config)
+
+
 _DELTA_NET: dict[str, Any] = _SHAPE | {
     "num_hidden_layers": 2,
     "linear_conv_kernel_dim": 4,
@@ -379,6 +395,7 @@ _MAKERS: dict[str, Callable[[], Any]] = {
     "chunked": _chunked,
     "short-conv": _short_conv,
     "state": _state,
+    "grouped-state": _grouped_state,
     "even-delta-net": _even_delta_net,
     "delta-net-mtp": _delta_net_mtp,
     "drafted": _drafted,

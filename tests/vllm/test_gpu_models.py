@@ -36,6 +36,7 @@ TOLD_AS = {"UniformTypeKVCacheSpecs": "MLAAttentionSpec"}
 """Of a group of unlike specs vLLM 0.26 tells the scheduler the first one, 0.32 all."""
 NO_CACHE = {"enable_prefix_caching": False}
 PRECISE, ROUNDED = ({"dtype": dtype} for dtype in NEAR)
+DELTA_NET = ROUNDED | {"gdn_prefill_backend": "triton"}
 CHUNKS = {"max_num_batched_tokens": 192}
 
 
@@ -78,7 +79,9 @@ CASES = {
     "mamba2-cached": replace(
         MAMBA2, prefill={"block_size": 256}, decode={"block_size": 128} | NO_CACHE
     ),
-    "gated-delta-net": state("qwen3-next", ROUNDED | {"gdn_prefill_backend": "triton"}),
+    "mamba2-in-groups": state("nemotron-h", PRECISE),
+    "gated-delta-net": state("qwen3-next", DELTA_NET),
+    "gated-delta-net-dense": state("qwen3.5", DELTA_NET),
     "kimi-delta-attention": state("kimi-linear", ROUNDED, "MLAAttentionSpec"),
     "linear-attention": state("ling", ROUNDED, "MLAAttentionSpec"),
     "latents": latent("deepseek-v3", "MLAAttentionSpec"),
