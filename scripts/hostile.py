@@ -1,9 +1,10 @@
 """Times the loads of an honest pair without and beside each hostile case of ``tests/hostile``.
 
-The pair and the attacker are processes of this host; loads go over ``zmq`` on TCP, one after the
+The pair and the attacker are processes of this host, on cores of their own where there are two or
+more: then what loads take longer is the source's work. Loads go over ``zmq`` on TCP, one after the
 other, and every one must succeed with the right bytes. Quiet and attacked loads take turns, so that
-other work on the machine falls on both. "a busy core" attacks nobody and computes: what a process
-beside the pair costs anyway.
+other work on the machine falls on both; an attacked turn lasts as long as one whole attack at
+least. "a busy core" attacks nobody and computes: what a process beside the pair costs anyway.
 
     python scripts/hostile.py --loads 400 --out scripts/results
 """
@@ -15,10 +16,14 @@ import ctypes
 import fnmatch
 import gc
 import multiprocessing
+import os
+import shlex
 import statistics
 import sys
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -26,10 +31,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 
-from kvxfer.bench.core import Columns, Report, Table, Tail, facts_of, table, tail_columns, tail_of
+from kvxfer.bench.core import (
+    Columns,
+    Report,
+    Table,
+    Tail,
+    facts_of,
+    line_of,
+    table,
+    tail_columns,
+    tail_of,
+)
 from kvxfer.bench.engines import SWITCH_INTERVAL_S
 from tests.hostile.cases import CASES, Case, Fate, Target, address_of, repeat
-from tests.hostile.rig import Honest, Usage, honest_pair
+from tests.hostile.rig import Honest, Peak, honest_pair
 
 TURNS = 4
 """Quiet and attacked loads, in turns."""
@@ -38,6 +53,33 @@ BEGIN_S = 60.0
 BUSY = Case(name="a busy core", fate=Fate.SILENT)
 START_S = 0.3
 """From an attacker's begin to the loads beside it."""
+IMPORTED = ["kvxfer.bench.core", "kvxfer.bench.engines", "tests.hostile.rig"]
+"""What this module needs: or each attacker, which begins with it, imports that again."""
+MOST_TURN_S = 60.0
+"""An attack that takes longer is told as one that was not reached."""
+SOON_S = 2.0
+"""When the source ends a handshake that is only begun: such an attack takes as long."""
+
+
+class Cores(msgspec.Struct, frozen=True):
+    """Who computes where."""
+
+    attacker: tuple[int, ...]
+    pair: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        if self.attacker == self.pair:
+            return f"{len(self.pair)}, shared by all"
+        return f"attacker {len(self.attacker)}, source and sink {len(self.pair)} others"
+
+
+def divided(cores: Collection[int], *, is_shared: bool = False) -> Cores:
+    """One for the attacker and the others for the pair; all for both where they share."""
+    first, *others = sorted(cores)
+    if is_shared or not others:
+        return Cores((first, *others), (first, *others))
+    return Cores((first,), tuple(others))
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,11 +88,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     quiet: Tail
     attacked: Tail
+    peak_nbytes: int
     grown_nbytes: int
+    """Memory of the pair's process beyond what it had before: at the worst moment, and after."""
     counts: dict[str, int]
     rounds: int
-    has_missed: bool
-    """Nothing of what the case counts at the source was counted: it was no attack."""
+    missed: tuple[str, ...]
+    """What the case counts at the source and was not counted: it was no attack, or another one."""
 
     @property
     def ratio(self) -> float:
@@ -64,9 +108,15 @@ COLUMNS: Columns[Row] = {
     **tail_columns("meanwhile", lambda row: row.attacked),
     "p99 ratio": lambda row: f"{row.ratio:.2f}",
     "rounds": lambda row: f"{row.rounds:,}",
-    "memory": lambda row: f"{row.grown_nbytes >> 20} MB",
+    "peak memory": lambda row: f"{row.peak_nbytes >> 20} MB",
+    "memory after": lambda row: f"{row.grown_nbytes >> 20} MB",
     "counted": lambda row: ", ".join(f"`{name}` {number}" for name, number in row.counts.items()),
 }
+
+
+SHOWN = ("case", "without p99", "meanwhile p99", "p99 ratio", "rounds", "peak memory")
+OFTEN = ("connections.refused.address", "connections.refused.key", "control.malformed")
+"""Counters that many cases move."""
 
 
 def main() -> int:
@@ -76,32 +126,37 @@ def main() -> int:
         (number, case)
         for number, case in enumerate((*CASES, BUSY))
         if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases)
+        and not (options.spread and case.setting.slow)
     ]
     rows: list[Row] = []
-    # Processes that have what an attack needs, and nothing of the engines
+    cores = divided(os.sched_getaffinity(0), is_shared=options.share_cores)
+    command = shlex.join(["python", "scripts/hostile.py", *sys.argv[1:]])
+    facts = facts_of(command, ("pyzmq",)) | {"cores": cores.text}
+    os.sched_setaffinity(0, cores.pair)  # before there are threads, which inherit it
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.hostile.cases"])
+    context.set_forkserver_preload(IMPORTED)
     with ExitStack() as stack:
         pairs = {
-            has_keys: stack.enter_context(honest_pair(has_keys=has_keys))
+            has_keys: stack.enter_context(honest_pair(has_keys=has_keys, connect_timeout_s=SOON_S))
             for has_keys in {case.keys for _, case in cases}
         }
         sys.setswitchinterval(SWITCH_INTERVAL_S)  # both engines share this interpreter
         gc.collect()
         gc.freeze()  # as serving processes do: a full collection of what imports left takes 75 ms
         for number, case in cases:
-            rows.append(_measured(context, pairs[case.keys], number, case, options.loads))
-            row = rows[-1]
-            print(f"{row.name:52} p99 {row.quiet[2]:6.1f} {row.attacked[2]:6.1f} ms", flush=True)
+            # An offer of its own: leases end, and a case may use one up
+            honest = replace(pairs[case.keys], held=pairs[case.keys].offer())
+            rows.append(_measured(context, honest, number, case, cores, options.loads))
+            print(line_of(COLUMNS, rows[-1], SHOWN), flush=True)
     if options.out is not None:
-        facts = facts_of(f"python scripts/hostile.py --loads {options.loads}", ("pyzmq",))
         title = "Loads of an honest pair beside hostile peers"
         report = Report(options.out, "hostile", title, facts, _tables)
         report.records["rows"] = rows
         report.write()
-    missed = [row.name for row in rows if row.has_missed]
-    for name in missed:
-        print(f"{name}: expected the source to count it, got nothing: it was not reached")
+    missed = [row for row in rows if row.missed or not row.rounds]
+    for row in missed:
+        what = ", ".join(row.missed) or "a whole attack"
+        print(f"{row.name}: expected {what} within a turn, got none: it was not reached")
     beyond = [row for row in rows if row.ratio > options.limit]
     for row in beyond:
         print(f"{row.name}: p99 {row.ratio:.1f} times that without, expected {options.limit:g}")
@@ -112,24 +167,33 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--loads", type=int, default=400, help="loads without, and as many beside")
     parser.add_argument("--cases", nargs="+", default=["*"], help="patterns of names")
+    parser.add_argument("--spread", action="store_true", help="only the settings of quick tests")
+    parser.add_argument(
+        "--share-cores", action="store_true", help="the attacker has no core of its own"
+    )
     parser.add_argument("--limit", type=float, default=2.0, help="of the ratio of p99")
     parser.add_argument("--out", type=Path, help="folder of the dated results")
     return parser.parse_args()
 
 
 def _attacker(
-    number: int, target: bytes, address: str, begins: Event, rounds: ctypes.c_uint64
+    number: int,
+    target: Target,
+    address: str,
+    cores: Cores,
+    begins: Event,
+    rounds: ctypes.c_uint64,
 ) -> None:
-    known = msgspec.json.decode(target, type=Target)
+    os.sched_setaffinity(0, cores.attacker)
 
     def count() -> None:
         rounds.value += 1
 
-    begins.set()  # behind what this process imports, which takes longer than a turn
+    begins.set()
     if number == len(CASES):
         while True:
             count()
-    repeat(CASES[number], known, address, count)
+    repeat(CASES[number], target, address, count)
 
 
 def _measured(
@@ -137,46 +201,49 @@ def _measured(
     honest: Honest,
     number: int,
     case: Case,
+    cores: Cores,
     num_loads: int,
 ) -> Row:
-    before, counts = Usage.now(), dict(honest.source.take_stats().counts)
+    counts = dict(honest.source.take_stats().counts)
     quiet: list[float] = []
     attacked: list[float] = []
     rounds = context.RawValue(ctypes.c_uint64)
+    peak = Peak()
     for turn in range(TURNS):
         quiet += _times_ms(honest, num_loads // TURNS)
         address, begins = address_of(case, (number * TURNS + turn) % 5000), context.Event()
-        target = msgspec.json.encode(honest.target)
-        attacker = context.Process(target=_attacker, args=(number, target, address, begins, rounds))
+        attacker = context.Process(
+            target=_attacker, args=(number, honest.target, address, cores, begins, rounds)
+        )
         attacker.start()
         try:
             if not begins.wait(BEGIN_S):
                 raise TimeoutError(f"{case.name}: expected its attacker to begin, it did not")
+            before, end_s = rounds.value, time.monotonic() + MOST_TURN_S
             time.sleep(START_S)
             attacked += _times_ms(honest, num_loads // TURNS)
+            while rounds.value == before and time.monotonic() < end_s:
+                attacked += _times_ms(honest, 1)
         finally:
             attacker.kill()
             attacker.join()
     gc.collect()
+    peak_nbytes, grown_nbytes = peak.grown_nbytes, peak.left_nbytes
     after = honest.source.take_stats().counts
     moved = {
         name: after[name] - counts.get(name, 0)
-        for name in (
-            *case.counts,
-            "connections.refused.address",
-            "connections.refused.key",
-            "control.malformed",
-        )
+        for name in (*case.counts, *case.one_of, *OFTEN)
         if after.get(name, 0) > counts.get(name, 0)
     }
     return Row(
         name=case.name,
         quiet=tail_of(quiet),
         attacked=tail_of(attacked),
-        grown_nbytes=max(0, Usage.now().resident_nbytes - before.resident_nbytes),
+        peak_nbytes=peak_nbytes,
+        grown_nbytes=grown_nbytes,
         counts=moved,
         rounds=rounds.value,
-        has_missed=bool(case.counts) and not any(name in moved for name in case.counts),
+        missed=case.uncounted(moved),
     )
 
 
@@ -195,8 +262,9 @@ def _tables(report: Report) -> list[Table]:
     ratios = sorted(row.ratio for row in rows)
     text = (
         "Milliseconds of a load. `zmq` over TCP; the attacker is a process of the host that begins "
-        "anew at once. All loads succeeded with the right bytes. Ratios of p99: median "
-        f"{statistics.median(ratios):.2f}, most {ratios[-1]:.2f}."
+        "anew at once. Memory is that of source and sink beyond what they had. All loads succeeded "
+        f"with the right bytes. Ratios of p99: median {statistics.median(ratios):.2f}, most "
+        f"{ratios[-1]:.2f}."
     )
     return [table("cases", text, COLUMNS, rows)]
 

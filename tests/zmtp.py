@@ -10,6 +10,8 @@ EMPTY_PART = b"\x01\x00"
 """A part of no bytes, after which more of its message comes."""
 EMPTY_END = b"\x00\x00"
 """A last part of no bytes."""
+READY = b"\x05READY"
+"""The command that ends a handshake."""
 
 
 def open_tcp(endpoint: str, timeout_s: float = 30.0, address: str = "") -> socket.socket:
@@ -19,32 +21,41 @@ def open_tcp(endpoint: str, timeout_s: float = 30.0, address: str = "") -> socke
 
 
 def connect(
-    endpoint: str, timeout_s: float = 30.0, name: bytes = b"", address: str = ""
+    endpoint: str,
+    timeout_s: float = 30.0,
+    name: bytes = b"",
+    address: str = "",
+    *,
+    waits: bool = True,
 ) -> socket.socket:
-    """A DEALER (of that name) that has shaken hands without a key. Raises OSError where it is
-    refused.
+    """A DEALER (of that name) that has shaken hands without a key. ``waits``: for the answer.
+    Raises OSError where it is refused.
     """
     peer = open_tcp(endpoint, timeout_s, address)
     try:
-        peer.sendall(GREETING)
-        _read(peer, len(GREETING))
-        ready = b"\x05READY" + b"".join(
+        ready = READY + b"".join(
             bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
             for key, value in ((b"Socket-Type", b"DEALER"), (b"Identity", name))
         )
+        peer.sendall(GREETING)
+        if waits:
+            read(peer, len(GREETING))
         peer.sendall(bytes([4, len(ready)]) + ready)
-        _expect_ready(peer)
+        if waits:
+            read_command(peer, READY)
     except BaseException:
         peer.close()
         raise
     return peer
 
 
-def _expect_ready(peer: socket.socket) -> None:
-    kind, size = _read(peer, 2)
-    command = _read(peer, size)
-    if kind != 4 or not command.startswith(b"\x05READY"):
+def read_command(peer: socket.socket, name: bytes) -> bytes:
+    """What it says after its name. Raises ConnectionError where another one comes."""
+    kind, size = read(peer, 2)
+    command = read(peer, size)
+    if kind != 4 or not command.startswith(name):
         raise ConnectionError(f"refused: {command!r}")
+    return command[len(name) :]
 
 
 def frame(content: bytes) -> bytes:
@@ -66,7 +77,7 @@ def has_ended(peer: socket.socket) -> bool:
     return True
 
 
-def _read(peer: socket.socket, nbytes: int) -> bytes:
+def read(peer: socket.socket, nbytes: int) -> bytes:
     content = b""
     while len(content) < nbytes:
         some = peer.recv(nbytes - len(content))

@@ -89,5 +89,5 @@ def _attack_all(orders: Connection, network: int) -> None:
             fate = Fate.REFUSED
             # The target may have been killed, or stand still
             with suppress(OSError, ValueError):
-                fate = attack(CASES[order.case], order.target, order.address, WAIT_S)
+                fate = attack(CASES[order.case], order.target, order.address, wait_s=WAIT_S)
             orders.send(fate is not Fate.REFUSED)

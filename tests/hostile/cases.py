@@ -6,18 +6,20 @@ is what comes of the connection that it is sent over.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import socket
-import struct
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 import zmq
 
+from kvxfer.config import Config
+from kvxfer.connector.control import BEYOND_NBYTES
 from kvxfer.transfer.manifest import MAX_RANKS, RankId
 from kvxfer.transfer.wire import (
     Cancel,
@@ -34,10 +36,17 @@ from kvxfer.transfer.wire import (
     encode,
 )
 from kvxfer.transports import stream_wire
-from tests import zmtp
+from kvxfer.transports.stream_source import BEHIND_NBYTES
+from kvxfer.transports.visitors import LOOK_S, MOST_OF_ADDRESS
+from tests import zmtp, zmtp_curve
 
 WAIT_S = 60
+LISTEN_S = 0.02
 DEEP = b"\x91" * 60_000
+FEW_NBYTES = 16 << 20
+"""Of memory, in which some connections and short messages have room."""
+SOME_NBYTES = 48 << 20
+"""The same for messages of megabytes, and for what waits for an offer: 8 MiB of a connection."""
 _LIFE = b"a stranger's own"
 _HELLO = encode(Hello((1, 1), (), "stranger", _LIFE))
 
@@ -75,28 +84,84 @@ Key = Literal["none", "strange", "pinned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Who attacks which source. ``keys``: whether the source has CURVE keys. ``key``: which one the
+    attacker has; a pinned one was stolen from the source's peer. ``slow``: most cases run here in
+    the slow suite only.
+    """
+
+    name: str
+    keys: bool = False
+    origin: Origin = "loopback"
+    key: Key = "none"
+    slow: bool = False
+
+    @property
+    def is_admitted(self) -> bool:
+        return self.key == "pinned" if self.keys else self.origin == "loopback"
+
+
+ADMITTED = Setting(name="")
+SETTINGS = (
+    ADMITTED,
+    Setting(name=", from afar", origin="afar"),
+    Setting(name=", without a key", keys=True),
+    Setting(name=", without a key from afar", keys=True, origin="afar", slow=True),
+    Setting(name=", with a strange key", keys=True, key="strange", slow=True),
+    Setting(name=", with a strange key from afar", keys=True, key="strange", origin="afar",
+            slow=True),
+    Setting(name=", with a pinned key", keys=True, key="pinned"),
+    Setting(name=", with a pinned key from afar", keys=True, key="pinned", origin="afar",
+            slow=True),
+)  # fmt: skip
+
+
+def _nothing(_: Target) -> Iterator[bytes]:
+    return iter(())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One attack.
+    """One attack, and what it may cost in its setting.
 
     ``sends``: the bytes that follow the handshake (``is_raw``: instead of it) on each of ``number``
-    connections. ``keys``: whether the source has CURVE keys. ``counts``: counters of the source
-    that each round moves. ``waits``: the end comes with the handshake's time-out. ``may_end``: the
-    source may end it, too; how much the kernel's buffers hold decides.
+    connections. ``counts``: counters of the source that each round moves, and ``one_of``: of which
+    it moves one. ``waits``: the end comes with the handshake's time-out. ``may_end``: the source
+    may end it, too; how much the kernel's buffers hold decides. ``most_nbytes``: of the source's
+    memory, at the worst moment.
     """
 
     name: str
     fate: Fate
-    sends: Callable[[Target], Iterator[bytes]] = lambda _: iter(())
+    sends: Callable[[Target], Iterator[bytes]] = _nothing
     port: Port = "control"
-    origin: Origin = "loopback"
-    keys: bool = False
-    key: Key = "none"
+    setting: Setting = ADMITTED
     is_raw: bool = False
     number: int = 1
     counts: tuple[str, ...] = ()
+    one_of: tuple[str, ...] = ()
     waits: bool = False
     may_end: bool = False
     slow: bool = False
+    most_nbytes: int = FEW_NBYTES
+
+    @property
+    def origin(self) -> Origin:
+        return self.setting.origin
+
+    @property
+    def keys(self) -> bool:
+        return self.setting.keys
+
+    def uncounted(self, moved: Collection[str]) -> tuple[str, ...]:
+        """Of these counters: those that it moves and that have not moved."""
+        missed = tuple(name for name in self.counts if name not in moved)
+        return missed if set(self.one_of) & set(moved) else missed + self.one_of
+
+    @property
+    def is_let_in(self) -> bool:
+        """Or it is refused whatever it sends behind its handshake, which it does at once."""
+        return self.setting.is_admitted or self.is_raw
 
 
 # ------------------------------------------------------------------ what is sent
@@ -191,16 +256,33 @@ def _data(*messages: stream_wire.ToSource) -> Callable[[Target], Iterator[bytes]
 _ATTACH = stream_wire.Attach(stream_wire.STREAM_VERSION, 2, 1 << 20, "zmq")
 _TRIAL_ATTACH = msgspec.structs.replace(_ATTACH, slot_nbytes=4 << 20, is_trial=True)
 _TRIAL = stream_wire.AskTrial(64 << 10)
+_ERROR = b"\x05ERROR"
 _READY = b"\x04\x26\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Ide"
 _OTHER_MECHANISM = zmtp.GREETING[:12] + b"PLAIN".ljust(20, b"\0") + zmtp.GREETING[32:]
 _ENDED, _REFUSED, _ANSWERED, _SILENT = Fate.ENDED, Fate.REFUSED, Fate.ANSWERED, Fate.SILENT
 _PORTS: tuple[Port, ...] = ("control", "data")
+_HANDSHAKE = {"control": "connections.refused.handshake", "data": "zmq.refused.handshake"}
+"""Counts handshakes that no peer makes."""
 _AT_PORT = {"control": "at the control port", "data": "at a data port"}
+
+
+_MANY_NBYTES = MOST_OF_ADDRESS * (192 << 10)
+"""As many connections as an address may have: 40 KB each, 80 with CURVE, and as much again."""
+_UNREAD_NBYTES = {"control": Config().control_max_nbytes + BEYOND_NBYTES, "data": BEHIND_NBYTES}
+"""What a connection may have sent that was not read."""
+
+
+def _flood_nbytes(unread_nbytes: int) -> int:
+    """Memory of so much in empty parts, which have 2 bytes and take 64, and of what comes until two
+    looks have seen it, at 0.6 GB/s.
+    """
+    return 32 * unread_nbytes + int(2 * LOOK_S * 0.6e9)
 
 
 def _of_both_ports() -> Iterator[Case]:
     for port in _PORTS:
         where = _AT_PORT[port]
+        yield Case(name=f"a handshake {where}", port=port, fate=_SILENT)
         yield Case(
             name=f"garbage {where}",
             port=port,
@@ -221,6 +303,7 @@ def _of_both_ports() -> Iterator[Case]:
             fate=_ENDED,
             is_raw=True,
             sends=_raw(_OTHER_MECHANISM),
+            counts=(_HANDSHAKE[port],),
         )
         yield Case(
             name=f"half a greeting {where}",
@@ -239,7 +322,13 @@ def _of_both_ports() -> Iterator[Case]:
             sends=_raw(zmtp.GREETING, _READY),
         )
         yield Case(name=f"a part flood {where}", port=port, fate=_ENDED, sends=_parts)
-        yield Case(name=f"a message without an end {where}", port=port, fate=_ENDED, sends=_endless)
+        yield Case(
+            name=f"a message without an end {where}",
+            port=port,
+            fate=_ENDED,
+            sends=_endless,
+            most_nbytes=_flood_nbytes(_UNREAD_NBYTES[port]),
+        )
         yield Case(
             name=f"a huge frame {where}",
             port=port,
@@ -247,75 +336,33 @@ def _of_both_ports() -> Iterator[Case]:
             sends=_raw(b"\x02" + ((64 << 20) + 1).to_bytes(8, "big") + bytes(1000)),
         )
         yield Case(
-            name=f"an address that is not admitted {where}",
+            name=f"300 idle connections {where}",
             port=port,
-            fate=_REFUSED,
-            origin="afar",
-            counts=("connections.refused.address",),
+            fate=_SILENT,
+            number=300,
+            most_nbytes=_MANY_NBYTES,
         )
-        yield Case(name=f"no key {where}", port=port, fate=_REFUSED, keys=True)
-        yield Case(
-            name=f"a strange key {where}",
-            port=port,
-            fate=_REFUSED,
-            keys=True,
-            key="strange",
-            counts=("connections.refused.key",),
-        )
-        yield Case(
-            name=f"a strange key from afar {where}",
-            port=port,
-            fate=_REFUSED,
-            keys=True,
-            key="strange",
-            origin="afar",
-            counts=("connections.refused.key",),
-        )
-        yield Case(
-            name=f"half a greeting with keys {where}",
-            port=port,
-            fate=_ENDED,
-            keys=True,
-            is_raw=True,
-            waits=True,
-            sends=_raw(zmtp.GREETING[:20]),
-        )
-        yield Case(
-            name=f"garbage with keys {where}",
-            port=port,
-            fate=_ENDED,
-            keys=True,
-            is_raw=True,
-            sends=_raw(bytes(range(256)) * 16),
-        )
-        yield Case(
-            name=f"garbage from afar {where}",
-            port=port,
-            fate=_ENDED,
-            is_raw=True,
-            origin="afar",
-            sends=_raw(bytes(range(256)) * 16),
-        )
-        yield Case(name=f"300 idle connections {where}", port=port, fate=_SILENT, number=300)
         yield Case(
             name=f"10,000 connections {where}",
             port=port,
             fate=_REFUSED,
             number=10_000,
+            most_nbytes=_MANY_NBYTES,
             counts=("connections.refused.penalty",),
             slow=True,
         )
 
 
-CASES = (
+_ATTACKS = (
     *_of_both_ports(),
     Case(name="deep msgpack", fate=_ANSWERED, sends=_said(DEEP), counts=("control.malformed",)),
-    Case(name="two long messages that are none", fate=_ENDED, sends=_said(DEEP * 2, DEEP * 2)),
-    Case(name="messages longer than allowed", fate=_ENDED,
+    Case(name="two long messages that are none", most_nbytes=SOME_NBYTES, fate=_ENDED,
+         sends=_said(DEEP * 2, DEEP * 2)),
+    Case(name="messages longer than allowed", most_nbytes=SOME_NBYTES, fate=_ENDED,
          sends=_said(bytes(5 << 20), bytes(5 << 20)), counts=("control.oversized",)),
-    Case(name="a claim of a million ranks", fate=_ENDED, sends=_long_claim,
+    Case(name="a claim of a million ranks", most_nbytes=SOME_NBYTES, fate=_ENDED, sends=_long_claim,
          counts=("control.malformed",)),
-    Case(name="the widest claims", fate=_ANSWERED, sends=_widest_claims,
+    Case(name="the widest claims", most_nbytes=SOME_NBYTES, fate=_ANSWERED, sends=_widest_claims,
          counts=("refused.tokens",)),
     Case(name="a slow reader", fate=_SILENT, sends=_unread, may_end=True,
          counts=("control.dropped",)),
@@ -323,23 +370,18 @@ CASES = (
          counts=("refused.tokens", "verdict.plan", "cancel.not_granted", "keep.not_granted")),
     Case(name="forged messages about nothing", fate=_ANSWERED, sends=_about_nothing,
          counts=("refused.incarnation", "cancel.incarnation", "keep.incarnation")),
-    Case(name="finds of what never comes", fate=_ANSWERED, sends=_finds,
+    Case(name="finds of what never comes", most_nbytes=SOME_NBYTES, fate=_ANSWERED, sends=_finds,
          counts=("refused.unknown",)),
-    Case(name="early pulls of what never comes", fate=_ANSWERED, sends=_early_pulls,
+    Case(name="early pulls of what never comes", most_nbytes=SOME_NBYTES,
+         fate=_ANSWERED, sends=_early_pulls,
          counts=("refused.unknown",)),
     Case(name="a stolen identity", fate=_ANSWERED,
          sends=lambda target: iter([zmtp.frame(encode(_pull(target, target.sink_life)))] * 50),
          counts=("refused.tokens",)),
     Case(name="a drain", fate=_ANSWERED, sends=_said(encode(Drain())),
          counts=("control.not_own",)),
-    Case(name="a drain with another's key", fate=_ANSWERED, keys=True, key="pinned",
-         sends=_said(encode(Drain())), counts=("control.not_own",)),
     Case(name="another version", fate=_ANSWERED,
          sends=_said(encode(Hello((7, 9), ("unknown",), "stranger", _LIFE)))),
-    Case(name="forged messages with a pinned key", fate=_ANSWERED, keys=True, key="pinned",
-         sends=_forged, counts=("refused.tokens", "cancel.not_granted")),
-    Case(name="deep msgpack with a pinned key", fate=_ANSWERED, keys=True, key="pinned",
-         sends=_said(DEEP), counts=("control.malformed",)),
     Case(name="deep msgpack at a data port", port="data", fate=_ANSWERED,
          sends=_said(DEEP[:20_000]), counts=("zmq.malformed",)),
     Case(name="an attach of another version", port="data", fate=_ANSWERED,
@@ -360,13 +402,52 @@ CASES = (
     Case(name="credits for no chunk", port="data", fate=_SILENT,
          sends=_data(_ATTACH, stream_wire.Credit((0, 1, 1 << 60, -5))),
          counts=("zmq.unknown_credit",)),
-    Case(name="more attached sinks than are served", port="data", fate=_SILENT, number=1100,
-         slow=True, sends=_data(_ATTACH), counts=("zmq.sent_away",)),
-    Case(name="trials without an end", port="data", fate=_ANSWERED,
+    Case(name="more attached sinks than are served", most_nbytes=_MANY_NBYTES, port="data",
+         fate=_SILENT, number=1100, slow=True, sends=_data(_ATTACH), counts=("zmq.sent_away",)),
+    Case(name="trials without an end", most_nbytes=SOME_NBYTES, port="data", fate=_ANSWERED,
          sends=_data(_TRIAL_ATTACH, *[_TRIAL] * 50),
          counts=("zmq.malformed",)),
 )  # fmt: skip
 
+
+_QUICK = {f"a handshake {where}" for where in _AT_PORT.values()} | {"a drain", "deep msgpack"}
+"""Runs in every setting each time."""
+
+
+def _cost(attack: Case, setting: Setting) -> Case:
+    """The attack in this setting, with what it costs there: who is not admitted sends the same, and
+    nothing of it counts for more than a handshake.
+    """
+    made = dataclasses.replace(
+        attack,
+        name=attack.name + setting.name,
+        setting=setting,
+        slow=attack.slow or (setting.slow and attack.name not in _QUICK),
+    )
+    if made.is_let_in:
+        return made
+    # What comes before the answer to a handshake ends it as well as the answer does
+    ends = _HANDSHAKE[attack.port]
+    why = ends
+    if setting.keys and setting.key == "strange":
+        why = "connections.refused.key"
+    elif not setting.keys:
+        why = "connections.refused.address"
+    return dataclasses.replace(
+        made,
+        fate=_REFUSED,
+        counts=(),
+        one_of=(why,) if attack.sends is _nothing else (why, ends),
+        most_nbytes=FEW_NBYTES,
+    )
+
+
+CASES = tuple(
+    _cost(attack, setting)
+    for attack in _ATTACKS
+    for setting in SETTINGS
+    if setting.key == "none" or not attack.is_raw  # or no key is used
+)
 
 # ------------------------------------------------------------------ one case
 
@@ -376,79 +457,92 @@ def address_of(case: Case, number: int) -> str:
     return f"127.{'1' if case.origin == 'afar' else '0'}.{number // 250}.{number % 250 + 2}"
 
 
-def attack(case: Case, target: Target, address: str, wait_s: float = WAIT_S) -> Fate:
-    """Carry one round out, and say what came of its connections. ``wait_s``: for an answer."""
-    endpoint = target.control if case.port == "control" else target.data
-    if case.key != "none":
-        return _attack_with_key(case, target, endpoint, address)
+def attack_by_number(number: int, target: Target, address: str) -> Fate:
+    """Of a case of the table: what another process can be asked for."""
+    return attack(CASES[number], target, address, LISTEN_S)
+
+
+def attack(
+    case: Case, target: Target, address: str, listen_s: float = 0.0, wait_s: float = WAIT_S
+) -> Fate:
+    """Carry one round out, and say what came of its connections. ``listen_s``: who is answered goes
+    when he has heard nothing for so long; one that goes before resets the connection, and then what
+    it has sent may be thrown away. ``wait_s``: for each answer.
+    """
+    if not case.is_let_in:
+        fates = {_knock(case, target, address, wait_s) for _ in range(case.number)}
+        return Fate.REFUSED if fates == {Fate.REFUSED} else Fate.ANSWERED
     with ExitStack() as stack:
         peers = []
         for _ in range(case.number):
             try:
-                peer = (zmtp.open_tcp if case.is_raw else zmtp.connect)(
-                    endpoint, wait_s, address=address
-                )
+                peer, seal = _open(case, target, address, wait_s)
             except ConnectionError:
                 return Fate.REFUSED
-            peers.append(stack.enter_context(closing(peer)))
+            peers.append((stack.enter_context(closing(peer)), seal))
             try:
                 for piece in case.sends(target):
-                    peer.sendall(piece)
+                    peer.sendall(seal(piece))
             except OSError:
                 return Fate.ENDED
-        return _fate(case, peers)
+        return _fate(case, *peers[0], listen_s)
 
 
-def _fate(case: Case, peers: list[socket.socket]) -> Fate:
-    first = peers[0]
+def _open(
+    case: Case, target: Target, address: str, wait_s: float
+) -> tuple[socket.socket, zmtp_curve.Saying]:
+    """A connection, and how what is sent over it is said. Who will be refused does not wait."""
+    endpoint = target.control if case.port == "control" else target.data
+    if case.is_raw:
+        return zmtp.open_tcp(endpoint, wait_s, address=address), bytes
+    if case.setting.key == "none":
+        return zmtp.connect(endpoint, wait_s, address=address, waits=case.is_let_in), bytes
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    *stolen, server = target.keys
+    if case.setting.key == "pinned":
+        public, secret = stolen
+    keys = zmtp_curve.keys_of(public, secret, server)
+    return zmtp_curve.connect(endpoint, keys, wait_s, address, waits=case.is_let_in)
+
+
+def _knock(case: Case, target: Target, address: str, wait_s: float) -> Fate:
+    """One connection that sends all that it has behind its handshake, and then looks for an answer
+    to that.
+    """
+    try:
+        peer, seal = _open(case, target, address, wait_s)
+    except ConnectionError:
+        return Fate.REFUSED
+    came = b""
+    with closing(peer), suppress(ConnectionError):
+        with suppress(ConnectionError):
+            for piece in case.sends(target):
+                peer.sendall(seal(piece))
+        # It ends at once, or is told and left to end itself until the handshake is too late
+        while _ERROR not in came and (some := peer.recv(1 << 16)):
+            came += some
+    return Fate.ANSWERED if zmtp.READY in came else Fate.REFUSED
+
+
+def _fate(case: Case, first: socket.socket, seal: zmtp_curve.Saying, listen_s: float) -> Fate:
     if case.fate is Fate.ENDED:
         return Fate.ENDED if zmtp.has_ended(first) else Fate.SILENT
     if case.fate is Fate.SILENT:
         return Fate.SILENT
     try:
-        first.sendall(zmtp.frame(encode(Ping()) if case.port == "control" else b"x"))
+        first.sendall(seal(zmtp.frame(encode(Ping()) if case.port == "control" else b"x")))
         if case.port == "data":
-            first.sendall(zmtp.frame(stream_wire.encode(_TRIAL)))
-        return Fate.ANSWERED if first.recv(1) else Fate.ENDED
+            first.sendall(seal(zmtp.frame(stream_wire.encode(_TRIAL))))
+        is_answered = bool(first.recv(1))
     except TimeoutError:
         return Fate.SILENT
     except OSError:
         return Fate.ENDED
-
-
-def _attack_with_key(case: Case, target: Target, endpoint: str, address: str) -> Fate:
-    """As a DEALER. A pinned key was stolen from the source itself."""
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    *stolen, server = target.keys
-    if case.key == "pinned":
-        public, secret = stolen
-    host = endpoint.removeprefix("tcp://")
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.curve_publickey, dealer.curve_secretkey = public.encode(), secret.encode()
-        dealer.curve_serverkey = server.encode()
-        monitor = dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        )
-        dealer.connect(f"tcp://{address}:0;{host}")
-        try:
-            if not monitor.poll(WAIT_S * 1000):
-                return Fate.SILENT
-            event = struct.unpack("=H", monitor.recv_multipart()[0][:2])[0]
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                return Fate.REFUSED
-            for piece in case.sends(target):
-                dealer.send(_content(piece))
-            dealer.send(encode(Ping()))
-            return Fate.ANSWERED if dealer.poll(WAIT_S * 1000) else Fate.SILENT
-        finally:
-            dealer.disable_monitor()
-            monitor.close(linger=0)
-
-
-def _content(piece: bytes) -> bytes:
-    """What is in a frame of ZMTP."""
-    return piece[9:] if piece[0] & 2 else piece[2:]
+    first.settimeout(listen_s)
+    with suppress(OSError):
+        while listen_s and first.recv(1 << 16):
+            pass
+    return Fate.ANSWERED if is_answered else Fate.ENDED
 
 
 def repeat(case: Case, target: Target, address: str, on_round: Callable[[], object]) -> None:

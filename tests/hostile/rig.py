@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +22,12 @@ from kvxfer.connector.records import SourceRef
 from tests.builders import EngineShape
 from tests.connector.rig import PATIENT, POISON, Engine, until
 from tests.far_peers import count_as_far, use_tcp
-from tests.hostile.cases import Target
+from tests.hostile.cases import Fate, Target, attack_by_number
 
 SHAPE = EngineShape()
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+Attack = Callable[[int, Target, str], Future[Fate]]
+"""The number of its case, whom and from which address."""
 _BLOCKS = (1, 2, 3)
 _names = count()
 
@@ -115,16 +122,49 @@ def honest_pair(*, has_keys: bool = False, wire: str = "zmq", **settings: Any) -
         yield honest
 
 
+@contextmanager
+def attackers() -> Iterator[Attack]:
+    """A process beside this one that carries attacks out: what they hold is not the source's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.hostile.cases"])
+    with ProcessPoolExecutor(1, context) as pool:
+        pool.submit(int).result()  # now it has all threads and descriptors that it will have
+        yield lambda number, target, address: pool.submit(attack_by_number, number, target, address)
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What this process has."""
 
     descriptors: int
     threads: int
-    resident_nbytes: int
 
     @classmethod
     def now(cls) -> Usage:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            pages = int(file.read().split()[1])
-        return cls(len(os.listdir("/proc/self/fd")), threading.active_count(), pages * 4096)
+        return cls(len(os.listdir("/proc/self/fd")), threading.active_count())
+
+
+class Peak:
+    """The memory that this process has had since this was made, beyond what it had then."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).malloc_trim(0)  # or what comes fits in what others have left
+        CLEAR_REFS.write_text("5", encoding="ascii")  # VmHWM begins anew: proc(5)
+        self._begin_nbytes = _status_nbytes("VmRSS")
+
+    @property
+    def grown_nbytes(self) -> int:
+        """At the worst moment."""
+        return max(0, _status_nbytes("VmHWM") - self._begin_nbytes)
+
+    @property
+    def left_nbytes(self) -> int:
+        """Now."""
+        return max(0, _status_nbytes("VmRSS") - self._begin_nbytes)
+
+
+def _status_nbytes(name: str) -> int:
+    """A size of proc(5)."""
+    lines = STATUS.read_text(encoding="ascii").splitlines()
+    size = next(line.split()[1] for line in lines if line.startswith(f"{name}:"))
+    return int(size) << 10
