@@ -273,10 +273,10 @@ _UNREAD_NBYTES = {"control": Config().control_max_nbytes + BEYOND_NBYTES, "data"
 
 
 def _flood_nbytes(unread_nbytes: int) -> int:
-    """Memory of so much in empty parts, which have 2 bytes and take 64, and of what comes until two
-    looks have seen it, at 0.6 GB/s.
+    """Memory of so much in empty parts, which have 2 bytes and take 64, and of what comes until the
+    next look, at 0.6 GB/s.
     """
-    return 32 * unread_nbytes + int(2 * LOOK_S * 0.6e9)
+    return 32 * unread_nbytes + int(LOOK_S * 0.6e9)
 
 
 def _of_both_ports() -> Iterator[Case]:
@@ -519,7 +519,7 @@ def _knock(case: Case, target: Target, address: str, wait_s: float) -> Fate:
             for piece in case.sends(target):
                 peer.sendall(seal(piece))
         # It ends at once, or is told and left to end itself until the handshake is too late
-        while _ERROR not in came and (some := peer.recv(1 << 16)):
+        while not (_ERROR in came or zmtp.READY in came) and (some := peer.recv(1 << 16)):
             came += some
     return Fate.ANSWERED if zmtp.READY in came else Fate.REFUSED
 
