@@ -125,10 +125,10 @@ class Case:
     """One attack, and what it may cost in its setting.
 
     ``sends``: the bytes that follow the handshake (``is_raw``: instead of it) on each of ``number``
-    connections. ``counts``: counters of the source that each round moves, and ``one_of``: of which
-    it moves one. ``waits``: the end comes with the handshake's time-out. ``may_end``: the source
-    may end it, too; how much the kernel's buffers hold decides. ``most_nbytes``: of the source's
-    memory, at the worst moment.
+    connections, from ``places`` addresses in turns. ``counts``: counters of the source that each
+    round moves, and ``one_of``: of which it moves one. ``waits``: the end comes with the
+    handshake's time-out. ``may_end``: the source may end it, too; how much the kernel's buffers
+    hold decides. ``most_nbytes``: of the source's memory, at the worst moment.
     """
 
     name: str
@@ -138,6 +138,7 @@ class Case:
     setting: Setting = ADMITTED
     is_raw: bool = False
     number: int = 1
+    places: int = 1
     counts: tuple[str, ...] = ()
     one_of: tuple[str, ...] = ()
     waits: bool = False
@@ -403,7 +404,8 @@ _ATTACKS = (
          sends=_data(_ATTACH, stream_wire.Credit((0, 1, 1 << 60, -5))),
          counts=("zmq.unknown_credit",)),
     Case(name="more attached sinks than are served", most_nbytes=_MANY_NBYTES, port="data",
-         fate=_SILENT, number=1100, slow=True, sends=_data(_ATTACH), counts=("zmq.sent_away",)),
+         fate=_SILENT, number=1100, places=4, slow=True, sends=_data(_ATTACH),
+         counts=("zmq.sent_away",)),
     Case(name="trials without an end", most_nbytes=SOME_NBYTES, port="data", fate=_ANSWERED,
          sends=_data(_TRIAL_ATTACH, *[_TRIAL] * 50),
          counts=("zmq.malformed",)),
@@ -470,13 +472,13 @@ def attack(
     it has sent may be thrown away. ``wait_s``: for each answer.
     """
     if not case.is_let_in:
-        fates = {_knock(case, target, address, wait_s) for _ in range(case.number)}
+        fates = {_knock(case, target, place, wait_s) for place in _places(case, address)}
         return Fate.REFUSED if fates == {Fate.REFUSED} else Fate.ANSWERED
     with ExitStack() as stack:
         peers = []
-        for _ in range(case.number):
+        for place in _places(case, address):
             try:
-                peer, seal = _open(case, target, address, wait_s)
+                peer, seal = _open(case, target, place, wait_s)
             except ConnectionError:
                 return Fate.REFUSED
             peers.append((stack.enter_context(closing(peer)), seal))
@@ -486,6 +488,13 @@ def attack(
             except OSError:
                 return Fate.ENDED
         return _fate(case, *peers[0], listen_s)
+
+
+def _places(case: Case, address: str) -> Iterator[str]:
+    """The address of each connection."""
+    *net, third, last = address.split(".")
+    for number in range(case.number):
+        yield ".".join([*net, str(int(third) + 50 * (number % case.places)), last])
 
 
 def _open(
