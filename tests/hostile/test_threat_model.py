@@ -34,8 +34,8 @@ def test_every_line_of_every_table_names_tests_that_are_there() -> None:
         for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     }
     tables = _tables()
-    assert [len(rows) > 2 for _, *rows in tables] == [True, False, True, True]
-    assert len(tables[3]) > 20
+    assert len(tables) >= 5
+    assert max(map(len, tables)) > 20
     for header, *rows in tables:
         assert header[-1] == "shown by", header
         for row in rows:
