@@ -434,12 +434,15 @@ def test_a_request_rejected_before_admission_strands_no_blocks(wire: str) -> Non
 def test_one_failed_route_frees_no_blocks_while_its_sibling_still_writes(
     wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two source ranks: one ends its offer while the copy from the other one is held."""
+    """Two source ranks: one ends its offer while the copy from the other one is held. Each has more
+    chunks than slots, so that none has sent all of them by then.
+    """
     keep_wires(monkeypatch)
     is_held = threading.Event()
     held = HeldPieces(monkeypatch, wire, lambda job: is_held.is_set() and not is_pack(job))
-    two = EngineShape(num_blocks=16, tp_size=2)
-    with met(wire, shapes=(two, SHAPE)) as (source, sink):
+    one, two = (EngineShape(num_blocks=16, num_layers=32, tp_size=size) for size in (1, 2))
+    settings: dict[str, Any] = {"chunk_nbytes": 4096, "staging_slots": 2}
+    with met(wire, shapes=(two, one), **settings) as (source, sink):
         is_held.set()
         ref = source.offer("p", 64, BLOCKS)
         source.compute("p")
