@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.transfer.wire import Reason
 from tests.commands import small_model
 from tests.end_to_end.fronts import Site, site
 
@@ -86,9 +87,13 @@ async def restart_under_load(site: Site, rounds: int) -> None:
     finally:
         restarting.cancel()
     decoded = [done for front in site.decode for done in front.served]
-    assert len(decoded) >= load.num_asked  # an answer that was cut off was asked for again
-    assert {done.failure for done in decoded} == {None}
-    assert all(done.loads and all(each.reason is None for each in done.loads) for done in decoded)
+    # An answer may be cut off when its engine ends, of one request of each client: it is asked for
+    # again, first with an offer that has been read by then.
+    good = [done for done in decoded if done.failure is None]
+    assert len(good) >= load.num_asked
+    assert {done.failure for done in decoded} <= {None, Reason.ENDED}
+    assert len(decoded) - len(good) <= NUM_CLIENTS * len(site.decode) * rounds
+    assert all(done.loads and all(each.reason is None for each in done.loads) for done in good)
 
 
 @pytest.mark.parametrize(("wire", "sizes"), [("shm", (1, 1, 1, 1)), ("zmq", (2, 1, 1, 1))])
