@@ -49,7 +49,7 @@ from tests.chaos.deeds import DEEDS, HELD, HELD_STEP, NOBODYS, Deed, Lines
 from tests.chaos.mangling import MESSAGE, Mangler
 from tests.chaos.network import enter_network
 from tests.chaos.standing import write_on_signal
-from tests.connector.inside import service_behind
+from tests.connector.inside import service_behind, slots_behind
 
 _PTRACE_SEIZE, _PTRACE_INTERRUPT, _PTRACE_DETACH = 0x4206, 0x4207, 17
 _WALL = 0x40000000
@@ -436,6 +436,7 @@ def _write_state(spec: Spec, service: RankService) -> None:
         "readable": source.num_readable,
         "held_blocks": source.num_held_blocks,
         "loads": service.sink.num_loads,
+        "slots": slots_behind(service),
     }
     (Path(spec.folder) / f"{os.getpid()}.state").write_text(json.dumps(state), encoding="ascii")
 

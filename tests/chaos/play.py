@@ -285,7 +285,7 @@ class Play:
             self._end(sent, "hung")
 
     def _look_at(self, member: Member) -> None:
-        """Where an engine stands that hangs, once in each of its lives."""
+        """Where an engine stands that hangs or moves no KV, once in each of its lives."""
         life = member.name, member.lives
         if life in self._looked_at:
             return
@@ -316,6 +316,8 @@ class Play:
         if self._fleet.faults:  # of two ranks the one that finds a flip ends the offer of both
             allowed |= {f"computed: {reason}" for reason in (Reason.CORRUPT, Reason.ENDED)}
         if set(moved) - allowed:
+            for member in self._fleet:
+                self._look_at(member)
             why = sorted({sent.detail for sent in self._sent.values() if sent.ask in asks} - {""})
             self.summary.lost.append(
                 f"calm {when} the storm: expected all loaded, got {dict(moved)}: {why}"
