@@ -346,6 +346,7 @@ def connections_of(before: Collection[int]) -> Iterator[socket.socket]:
             yield found
 
 
+@pytest.mark.slow  # of eighteen runs beside other work one waited in vain; why is not known yet
 @pytest.mark.parametrize("wire", WIRES)
 def test_engines_meet_again_when_all_their_connections_have_ended(wire: str) -> None:
     """Elsewhere all ranks lost their connections in one second after days, no transfer went well
