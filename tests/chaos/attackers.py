@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -55,14 +55,14 @@ class Siege:
         self._process.start()
         theirs.close()
 
-    def go_on(self, targets: Sequence[Target]) -> None:
-        """The next attack, if it is due; never waits."""
+    def go_on(self, serving: Callable[[], Sequence[Target]]) -> None:
+        """The next attack, if it is due; never waits. ``serving``: who can be attacked now."""
         if self._busy and self._ours.poll():
             if self._ours.recv():
                 self.counts[self._busy] += 1
             self._busy = ""
         now_s = time.monotonic()
-        if self._busy or now_s < self._due_s or not targets:
+        if self._busy or now_s < self._due_s or not (targets := serving()):
             return
         target, number = self._random.choice(targets), self._random.choice(BESIEGING)
         address = address_of(CASES[number], self._random.randrange(NUM_ADDRESSES))

@@ -38,7 +38,7 @@ from tests.chaos.child import FLIPS, WRONGS, Order
 from tests.chaos.deeds import HELD, NOBODYS, deeds_in
 from tests.chaos.fleet import IMPATIENT, Fleet, Member, Usage, left_behind, wait_for_end
 from tests.chaos.mangling import CHUNK, MESSAGE
-from tests.chaos.storm import STEP_TOKENS, Ask, Injection, Kind, Plan, Twist
+from tests.chaos.storm import STEP_TOKENS, STOPS, Ask, Injection, Kind, Plan, Twist
 from tests.hostile.cases import Target
 
 OFFER: dict[str, Any] = {"do_remote_decode": True}
@@ -274,7 +274,7 @@ class Play:
         now_s = time.monotonic()
         self.summary.in_flight = max(self.summary.in_flight, len(self._open))
         if self._siege is not None:
-            self._siege.go_on(self._targets())
+            self._siege.go_on(self._targets)
         while self._due and self._due[0][0] <= now_s:
             heapq.heappop(self._due)[2]()
         self._tend()
@@ -664,7 +664,7 @@ class Play:
         if is_done:
             self._befallen.add(number)
         ends_s = time.monotonic() + injection.duration_s
-        if injection.kind in (Kind.STOP, Kind.STOP_ENGINE, *_THREADS) and is_done:
+        if injection.kind in STOPS and is_done:
             member.stands_until_s = max(member.stands_until_s, ends_s)
         if injection.kind not in (Kind.CLOCK, Kind.WALL_CLOCK):
             self._later(injection.duration_s + 1.0, lambda: None)  # rest comes after its end

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import socket
 import stat
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +35,7 @@ from tests.connector.rig import (
     until,
 )
 from tests.copies import HeldPieces, is_pack
+from tests.defined import files_by_test
 from tests.spoken import watch_frames, watch_messages
 from tests.transports.host_gpu import serve_without_gpu
 from tests.wires import keep_wires
@@ -46,7 +45,6 @@ SPAN = (0, 64)
 BLOCKS = (1, 2, 3, 4)
 WIRES = ("shm", "zmq")
 ENDED = {"ended", "expired", "preempted", "aborted", "reset"}
-TESTS = Path(__file__).parents[1]
 
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     # A reference that is wrong, stale or unknown; leases that end while somebody reads
@@ -127,12 +125,8 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def test_each_failure_has_tests_that_are_there() -> None:
-    defined = {
-        name
-        for file in TESTS.rglob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    }
-    assert {name for names in SHOWN_BY.values() for name in names} <= defined
+    named = {name for names in SHOWN_BY.values() for name in names}
+    assert named <= files_by_test().keys()
 
 
 @contextmanager

@@ -84,26 +84,15 @@ def _attacked(case: Case, honest: Honest, besiege: Attack, number: int) -> Fate:
     return fate.result()
 
 
-def _cases(*, slow: bool) -> list[object]:
-    return [
-        pytest.param(number, id=case.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=case.name, marks=[pytest.mark.slow] if case.slow else ())
         for number, case in enumerate(CASES)
-        if case.slow == slow and not case.waits
-    ]
-
-
-@pytest.mark.parametrize("number", _cases(slow=False))
+        if not case.waits
+    ],
+)
 def test_a_hostile_peer_costs_what_the_table_says(
-    number: int, besiege: Attack, request: pytest.FixtureRequest
-) -> None:
-    case = CASES[number]
-    honest = request.getfixturevalue("encrypted" if case.keys else "plain")
-    _run(case, honest, besiege, number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", _cases(slow=True))
-def test_a_large_attack_costs_what_the_table_says(
     number: int, besiege: Attack, request: pytest.FixtureRequest
 ) -> None:
     case = CASES[number]

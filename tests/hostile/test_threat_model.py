@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
+from tests.defined import ROOT, files_by_test
 from tests.hostile.cases import CASES
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _page() -> str:
@@ -28,11 +26,7 @@ def _tables() -> list[list[list[str]]]:
 
 
 def test_every_line_of_every_table_names_tests_that_are_there() -> None:
-    defined = {
-        name
-        for file in ROOT.glob("tests/**/test_*.py")
-        for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    }
+    defined = files_by_test().keys()
     tables = _tables()
     assert len(tables) >= 5
     assert max(map(len, tables)) > 20

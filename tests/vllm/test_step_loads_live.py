@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -43,17 +44,25 @@ def pair_of(fleet: Fleet, tp_size: int = 1, policy: str = "fail", faults: str = 
     )
 
 
+def until_in_step(pair: Pair, num_loads: int) -> Iterator[int]:
+    """0, 1, 2 and so on until so many more loads of decode were part of a step."""
+    enough = pair.decode.metric(IN_STEP) + num_loads
+    ends_s = time.monotonic() + PATIENCE_S + num_loads
+    for number in itertools.count():
+        if pair.decode.metric(IN_STEP) >= enough:
+            return
+        assert time.monotonic() < ends_s
+        yield number
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_tokens_are_those_of_one_engine(fleet: Fleet, references: References, tp_size: int) -> None:
     pair = pair_of(fleet, tp_size)
-    enough, ends_s = pair.decode.metric(IN_STEP) + 3, time.monotonic() + PATIENCE_S
-    for seed in itertools.count(900, 1_000):
+    for number in until_in_step(pair, 3):
+        seed = 900 + 1_000 * number
         prompts = [prompt(num_tokens, seed + num_tokens) for num_tokens in (33, 64, 65, 129, 300)]
         for tokens, want in zip(prompts, references.tokens(prompts), strict=True):
             assert pair.run(tokens).token_ids == want
-        if pair.decode.metric(IN_STEP) >= enough:
-            break
-        assert time.monotonic() < ends_s
     tokens = prompt(200, seed=901)  # beside each other, and found by prefix afterwards
     (want,) = references.tokens([tokens])
     answers = [*pair.run_all([tokens] * 3), pair.decode.generate(tokens)]
@@ -73,12 +82,8 @@ def test_no_token_comes_of_a_load_that_failed(
 ) -> None:
     """On a CPU vLLM schedules no step ahead; tests/vllm/test_step_loads.py has that, too."""
     pair = pair_of(fleet, policy=policy, faults="read:fail")
-    enough, failed_before = pair.decode.metric(IN_STEP) + num_in_step, pair.decode.metric(FAILED)
-    ends_s = time.monotonic() + PATIENCE_S + num_in_step
-    for number in itertools.count():
-        if pair.decode.metric(IN_STEP) >= enough:
-            break
-        assert time.monotonic() < ends_s
+    failed_before = pair.decode.metric(FAILED)
+    for number in until_in_step(pair, num_in_step):
         tokens = prompt(70 + number % 60, seed=1_000 * num_in_step + number)
         answer = pair.run(tokens, 3)
         if policy == "fail":
