@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-import torch
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
@@ -14,6 +13,7 @@ from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import GroupBlockIds, NewLoad
 from kvxfer.connector.verifier import Digests
 from kvxfer.errors import ProtocolError
+from kvxfer.tensors.cuda_driver import StreamEvent
 from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
 from kvxfer.transfer.chunks import CHUNK_TOKENS
 from kvxfer.transfer.layout import Interior
@@ -136,7 +136,7 @@ def make_routes(
     ways: Sequence[Way],
     addressing: Addressing,
     *,
-    after: torch.cuda.Event | None = None,
+    after: StreamEvent | None = None,
 ) -> dict[RankId, RouteRun]:
     """One run for each source rank. Every block id of this side is checked here, before a Pull is
     sent. ``after``: as ``ReadRequest`` has it.
@@ -147,7 +147,7 @@ def make_routes(
 
 
 def _make_run(
-    order: NewLoad, way: Way, addressing: Addressing, after: torch.cuda.Event | None
+    order: NewLoad, way: Way, addressing: Addressing, after: StreamEvent | None
 ) -> RouteRun:
     route, consumer = way.route, addressing.consumer
     key = TransferKey(

@@ -10,7 +10,6 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import msgspec
-import torch
 import zmq
 
 from kvxfer.config import Config
@@ -38,6 +37,7 @@ from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import IsReady, Served, Source
 from kvxfer.connector.verifier import EVERY, Verifier
 from kvxfer.log_limit import LogLimit
+from kvxfer.tensors.cuda_driver import StreamEvent
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transfer.costs import REFERENCE_TOKENS
 from kvxfer.transfer.layout import Region
@@ -347,18 +347,18 @@ class RankService:
     def carry_out(
         self,
         orders: ConnectorMetadata,
-        after: torch.cuda.Event | None = None,
+        after: StreamEvent | None = None,
         begun: IsReady | None = None,
         *,
         in_step: Sequence[str] = (),
-    ) -> list[torch.cuda.Event] | None:
+    ) -> list[StreamEvent] | None:
         """Have a step's orders carried out by the IO thread; or on this thread at once, if the IO
         thread sleeps and the orders are quick and touch no socket. ``after``: as :meth:`Sink.load`
         has it. ``begun``: whether all is over that was launched before this step. ``in_step``:
         loads that are waited for, LATE_S at most, until they have begun. Returns their copies, as
         :meth:`Sink.copied` has them.
         """
-        copied: SimpleQueue[list[torch.cuda.Event] | None] = SimpleQueue()
+        copied: SimpleQueue[list[StreamEvent] | None] = SimpleQueue()
         handed_s = self.io.now()
 
         def order() -> None:
@@ -389,7 +389,7 @@ class RankService:
         self,
         orders: ConnectorMetadata,
         handed_s: float,
-        after: torch.cuda.Event | None,
+        after: StreamEvent | None,
         begun: IsReady | None,
     ) -> None:
         """Each order, even if others fail; aborts last: of a load of this step, perhaps."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-import torch
 from msgspec import UNSET, UnsetType
 
 from kvxfer.connector.board import BoardView
@@ -41,6 +40,7 @@ from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import AbortLoad, LoadReport, NewLoad
 from kvxfer.connector.verifier import Digests, Verifier, where_they_differ
 from kvxfer.errors import KvxferError, ProtocolError
+from kvxfer.tensors.cuda_driver import StreamEvent
 from kvxfer.tensors.kv_digest import seed_of
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import ALL
@@ -125,7 +125,7 @@ class SinkLoad:
     """
 
     order: NewLoad
-    after: torch.cuda.Event | None = None
+    after: StreamEvent | None = None
     waiter: Waiter | None = None
     peer: Peer | None = None
     session: LoadSession | None = None
@@ -218,7 +218,7 @@ class Sink:
         ways = self._ways.get(peer) if peer is not None else None
         return ways is not None and all(way.is_quick for way in ways)
 
-    def load(self, order: NewLoad, handed_s: float, after: torch.cuda.Event | None = None) -> None:
+    def load(self, order: NewLoad, handed_s: float, after: StreamEvent | None = None) -> None:
         """Begin a load that the engine ordered at ``handed_s``; it will be reported once, whatever
         happens. ``after``: as :class:`~kvxfer.transports.base.ReadRequest` has it.
         """
@@ -251,7 +251,7 @@ class Sink:
             return Failure(Reason.ENDED, detail)
         return None
 
-    def copied(self, request_ids: Iterable[str]) -> list[torch.cuda.Event] | None:
+    def copied(self, request_ids: Iterable[str]) -> list[StreamEvent] | None:
         """Events behind all copies of these loads; None where they are not all on a GPU's stream
         yet, so that the host has to wait for their reports.
         """

@@ -33,6 +33,7 @@ from kvxfer.connector.records import (
 from kvxfer.connector.source import IsReady
 from kvxfer.connector.tracing import tell_of
 from kvxfer.errors import ConfigError
+from kvxfer.tensors.cuda_driver import CurrentStream, StreamEvent
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import ALL
@@ -46,15 +47,9 @@ LOOK_AGAIN_S = 0.0002
 """How soon the engine's thread looks again whether such a load has ended."""
 
 
-def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind all work on the current stream of a GPU; None on a CPU, where work is
-    complete when its call returns.
-    """
-    if device.type == "cpu":
-        return None
-    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+def stream_of(device: torch.device) -> CurrentStream | None:
+    """The engine's; None on a CPU, where work is complete when its call returns."""
+    return None if device.type == "cpu" else CurrentStream(device)
 
 
 def _is_ready() -> bool:
@@ -95,7 +90,7 @@ class WorkerConnector:
         self._identity = Identity(engine.engine_id, engine.incarnation, rank)
         self._engine = engine
         self._can_leave_unhashed = can_leave_unhashed
-        self._device = device
+        self._stream = stream_of(device)
         self._ready_event = ready_event or self._record_ready
         self._ledger = Ledger(on_drain)
         self._gauges: dict[str, float] = {}
@@ -103,7 +98,7 @@ class WorkerConnector:
         self._borrower: Borrower | None = None
         """Notes loads that are over but not noted yet, so that this step reports them."""
         self._metadata = NO_ORDERS
-        self._written: torch.cuda.Event | None = None
+        self._written: StreamEvent | None = None
         self._begun: IsReady | None = None
         self._ended: ConnectorMetadata | None = None
         self._loading: set[str] = set()
@@ -161,7 +156,8 @@ class WorkerConnector:
         """Take this step's orders; offers whose blocks are used again are over on return."""
         service = self._running()
         self._metadata = metadata
-        self._written = record_event(self._device) if metadata.loads else None
+        stream = self._stream
+        self._written = stream.record() if stream is not None and metadata.loads else None
         has_cached = metadata.offers and any(offer.open_tokens for offer in metadata.offers)
         self._begun = self._ready_event() if has_cached else None
         if metadata.ended:
@@ -190,8 +186,9 @@ class WorkerConnector:
         copied = service.carry_out(metadata, written, begun, in_step=self._in_step)
         if copied is None and self._in_step:
             self._settle()
-        for event in copied or ():
-            torch.cuda.current_stream(self._device).wait_event(event)
+        if copied is not None and self._stream is not None:
+            for event in copied:
+                self._stream.wait(event)
 
     def _settle(self) -> None:
         """Wait until the loads that are part of this step have ended, with their verdicts. What is
@@ -223,8 +220,7 @@ class WorkerConnector:
             service.io.post(service.source.computed, spans, is_ready)
 
     def _record_ready(self) -> IsReady:
-        event = record_event(self._device)
-        return _is_ready if event is None else event.query
+        return _is_ready if self._stream is None else self._stream.record().query
 
     def clear_connector_metadata(self) -> None:
         self._metadata = NO_ORDERS
@@ -258,7 +254,7 @@ class WorkerConnector:
         """Empty: a load fails as a whole and is reported by request."""
         return set()
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+    def get_kv_connector_stats(self, *, with_gauges: bool = True) -> KVConnectorStats | None:
         """What was counted since the last call, and the gauges that have changed."""
         stats, service = self._ledger.take_stats(), self._service
         if stats is not None and stats.loads:
@@ -266,8 +262,8 @@ class WorkerConnector:
         if service is None:
             return stats
         service.look_at_io()
-        if stats is None and not service.has_looked:
-            return None
+        if not with_gauges or (stats is None and not service.has_looked):
+            return stats
         service.has_looked = False
         before = self._gauges
         self._gauges, near = service.stand()

@@ -28,8 +28,8 @@ from kvxfer.kernels.strided_work import (
     plan_launch,
 )
 from kvxfer.tensors import strided_index as index
+from kvxfer.tensors.cuda_driver import StreamEvent
 from kvxfer.tensors.device_launch import (
-    Event,
     GpuLauncher,
     HostLauncher,
     JobRing,
@@ -441,7 +441,7 @@ class CopySettings:
 class Launched:
     """So far, ``nbytes`` in all; ``event`` is behind it, None where there was nothing to copy."""
 
-    event: Event | None
+    event: StreamEvent | None
     nbytes: int
 
 
@@ -472,13 +472,13 @@ class DeviceCopier:
         """Whether the next launch needs no wait: the ring is at most half in use."""
         return self._ring.has_room()
 
-    def warm(self, bound: BoundCopy, stream: Stream, programs: int | None = None) -> Event:
+    def warm(self, bound: BoundCopy, stream: Stream, programs: int | None = None) -> StreamEvent:
         """Compile them, which takes a second the first time on a machine; nothing is copied."""
         works = empty_works(bound, self._programs_for(programs), is_native=self._is_native)
         events = [self._launch(work, stream, is_empty=True) for work in works]
         return events[-1]
 
-    def warm_unpack(self, side: BoundSide, stream: Stream) -> Event:
+    def warm_unpack(self, side: BoundSide, stream: Stream) -> StreamEvent:
         """Compile what unpacks its chunks, from this GPU and from the host; nothing is copied."""
         widths = (WHOLE_GPU, self._settings.launch_programs)
         ids, order = np.zeros(1, np.int64), side.order
@@ -491,7 +491,7 @@ class DeviceCopier:
                     self._launch(work, stream, is_empty=True)
         return self.mark(stream)
 
-    def mark(self, stream: Stream) -> Event:
+    def mark(self, stream: Stream) -> StreamEvent:
         """An event behind all that was put on the stream, also by a launch that failed."""
         self._check_stream(stream)
         return self._launcher.record(stream)
@@ -501,8 +501,8 @@ class DeviceCopier:
         self._check_stream(stream)
         return self._launcher.stamp(stream)
 
-    def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
-        """What is put on the stream from now on runs after PyTorch's event."""
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
+        """What is put on the stream from now on runs behind the event."""
         self._check_stream(stream)
         self._launcher.wait(stream, event)
 
@@ -659,7 +659,7 @@ class DeviceCopier:
             nbytes += work.nbytes
             yield Launched(event, nbytes)
 
-    def _launch(self, work: Work, stream: Stream, *, is_empty: bool = False) -> Event:
+    def _launch(self, work: Work, stream: Stream, *, is_empty: bool = False) -> StreamEvent:
         self._check_stream(stream)
         sizes = [array.size for array in work.arrays]
         slot = self._ring.take(sum(sizes))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvxfer.kernels.kv_digest import NUM_ARRAYS, NUM_PARAMS, plan_digest
-from kvxfer.tensors.device_launch import Event, GpuLauncher, HostLauncher, JobRing, Slot
+from kvxfer.tensors.cuda_driver import StreamEvent
+from kvxfer.tensors.device_launch import GpuLauncher, HostLauncher, JobRing, Slot
 from kvxfer.tensors.kv_digest import (
     HEAD,
     TOKEN,
@@ -52,7 +53,7 @@ class _Begun:
     """
 
     slot: Slot
-    event: Event
+    event: StreamEvent
     sums: Words
 
 
@@ -104,7 +105,7 @@ class DeviceDigester:
         for lo in range(0, cells.tokens.size, step):
             yield replace(cells, tokens=cells.tokens[lo : lo + step])
 
-    def _launch(self, cells: Cells, seed: int) -> tuple[Slot, Event]:
+    def _launch(self, cells: Cells, seed: int) -> tuple[Slot, StreamEvent]:
         tile, bound = cells.side.tile, self._bind(cells.side)
         launch = plan_digest(
             num_regions=bound.addresses.size,

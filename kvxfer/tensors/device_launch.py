@@ -26,24 +26,14 @@ from kvxfer.kernels.kv_digest import DigestLaunch, launch_digest
 from kvxfer.kernels.strided_cast import launch_cast
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import Launch
-from kvxfer.tensors.cuda_driver import DriverEvents, PointerArguments, driver
+from kvxfer.tensors.cuda_driver import DriverEvents, PointerArguments, StreamEvent, driver
 from kvxfer.tensors.strided_index import WORD_NBYTES
 
 Stream = torch.cuda.Stream | None
 AnyLaunch = Launch | CastLaunch | DigestLaunch
 
 
-class Event(Protocol):
-    """The methods of ``torch.cuda.Event`` that this module and waiters for a copy use."""
-
-    def query(self) -> bool:
-        """Whether all work that was on the stream before the event has run."""
-
-    def synchronize(self) -> None:
-        """Block until all work before the event has run."""
-
-
-class Stamp(Event, Protocol):
+class Stamp(StreamEvent, Protocol):
     """An event whose moment is known, once it is over."""
 
     def since_s(self, first: Self) -> float:
@@ -53,6 +43,8 @@ class Stamp(Event, Protocol):
 class HostEvent:
     """Of work that the host itself has done: over from the beginning."""
 
+    cuda_event = 0
+
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
 
@@ -60,6 +52,9 @@ class HostEvent:
         return True
 
     def synchronize(self) -> None:
+        return
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
         return
 
     def since_s(self, first: Self) -> float:
@@ -106,7 +101,7 @@ class JobRing:
         self._host = self.pinned.numpy()
         self._addresses = self.pinned.data_ptr(), self.device.data_ptr()
         # Of each slot, the oldest first: its words and the event behind its work
-        self._in_use: deque[tuple[int, Event]] = deque()
+        self._in_use: deque[tuple[int, StreamEvent]] = deque()
         self._head = 0
         self._num_used = 0
 
@@ -139,7 +134,7 @@ class JobRing:
         num_used, _ = self._in_use.popleft()
         self._num_used -= num_used
 
-    def close(self, slot: Slot, event: Event) -> None:
+    def close(self, slot: Slot, event: StreamEvent) -> None:
         """All work with the slot is on a stream, and the event behind it."""
         self._in_use.append((slot._num_used, event))
         self._num_used += slot._num_used
@@ -155,13 +150,13 @@ class HostLauncher:
     def read_back(self, slot: Slot, word_lo: int, stream: Stream) -> None:
         slot.pinned[word_lo:] = slot.device[word_lo:]
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> StreamEvent:
         return HostEvent()
 
     def stamp(self, stream: Stream) -> Stamp:
         return HostEvent()
 
-    def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         event.synchronize()
 
 
@@ -234,17 +229,15 @@ class GpuLauncher:
                 self._handle(stream),
             )
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> StreamEvent:
         return self._events.record(self._handle(stream))
 
     def stamp(self, stream: Stream) -> Stamp:
         return self._stamps.record(self._handle(stream))
 
-    def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
-        waited: int = event.cuda_event
-        if waited:  # else it was never recorded, and there is nothing to wait for
-            with self._current:
-                self._driver.call("cuStreamWaitEvent", self._handle(stream), waited, 0)
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
+        with self._current:
+            self._driver.call("cuStreamWaitEvent", self._handle(stream), event.cuda_event, 0)
 
     def _handle(self, stream: Stream) -> int:
         """The driver's. PyTorch takes 5 us of a cold processor to say, and most have one stream."""

@@ -26,6 +26,7 @@ import torch
 import zmq
 
 from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors.cuda_driver import StreamEvent
 from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Side
@@ -242,7 +243,7 @@ class ReadRequest(msgspec.Struct, frozen=True):
     source_ids: tuple[tuple[int, ...], ...]
     sink_ids: tuple[tuple[int, ...], ...]
     chunk_nbytes: int
-    after: torch.cuda.Event | None = None
+    after: StreamEvent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +394,7 @@ class DirectSink(TakingSide):
     def submit_read(self, request: ReadRequest) -> None:
         """Start the copy of a granted read; never blocks."""
 
-    def copied(self, keys: Collection[TransferKey]) -> torch.cuda.Event | None:
+    def copied(self, keys: Collection[TransferKey]) -> StreamEvent | None:
         """An event behind all copies of these reads; None where not all are on a stream of a GPU
         yet, or the host copies.
         """

@@ -21,6 +21,7 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors.cuda_driver import StreamEvent
 from kvxfer.tensors.device_copy import (
     BoundCopy,
     CopySettings,
@@ -30,7 +31,6 @@ from kvxfer.tensors.device_copy import (
     flat_copy,
     side_at,
 )
-from kvxfer.tensors.device_launch import Event
 from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory
 from kvxfer.tensors.strided_index import all_side_ids
 from kvxfer.transfer.costs import WireCosts
@@ -88,7 +88,7 @@ class _Pull:
 
     key: TransferKey
     attached: Attached[MappedMemory]
-    launches: Iterator[tuple[Event, int]] | None
+    launches: Iterator[tuple[StreamEvent, int]] | None
     num_in_flight: int = 0
     nbytes: int = 0
     end: SinkCompletion | None = None
@@ -251,13 +251,11 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         if self._finish():
             self._wake()
 
-    def copied(self, keys: Collection[TransferKey]) -> torch.cuda.Event | None:
+    def copied(self, keys: Collection[TransferKey]) -> StreamEvent | None:
         pulls = [self._pulls.get(key) for key in keys]
         if self._stream is None or any(pull is None or pull.launches is not None for pull in pulls):
             return None
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
+        return self._in_flight.last or self._copier.mark(self._stream)
 
     def poll(self) -> list[SinkCompletion]:
         """Progress and ends of the copies; waits for a copy that will be over in a moment."""
@@ -395,7 +393,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
             pull.end_as(ReadBroke(pull.key, Reason.READ_FAILED, self._broken))
 
 
-def _events_of(classes: Sequence[Iterator[Launched]]) -> Iterator[tuple[Event, int]]:
+def _events_of(classes: Sequence[Iterator[Launched]]) -> Iterator[tuple[StreamEvent, int]]:
     for launches in classes:
         nbytes = 0
         for launched in launches:

@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:  # it needs Triton, which a host without a GPU need not have
-    from kvxfer.tensors.device_launch import Event
+from kvxfer.tensors.cuda_driver import StreamEvent
 
 CLOSE_S = 150e-6
 """So long before a copy should be over, and so long after, it is looked at without pause."""
@@ -42,7 +41,7 @@ class Flight(Generic[T]):
     """
 
     owner: T
-    event: Event
+    event: StreamEvent
     nbytes: int
     begins_s: float
     due_s: float
@@ -66,13 +65,18 @@ class Launches(Generic[T]):
     def __len__(self) -> int:
         return len(self._flights)
 
-    def add(self, owner: T, event: Event, nbytes: int) -> None:
+    def add(self, owner: T, event: StreamEvent, nbytes: int) -> None:
         begins_s = time.perf_counter()
         if self._flights:
             begins_s = max(begins_s, self._flights[-1].due_s)
         due_s = begins_s + nbytes / self._bytes_per_s
         self._flights.append(Flight(owner, event, nbytes, begins_s, due_s))
         self.nbytes += nbytes
+
+    @property
+    def last(self) -> StreamEvent | None:
+        """The event behind all of them; None without any."""
+        return self._flights[-1].event if self._flights else None
 
     def land(self) -> list[Flight[T]]:
         """The launches that are over. Raises RuntimeError, PyTorch's, when the GPU has failed."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.extras import install
 from kvxfer.kernels.strided_work import WHOLE_GPU
+from kvxfer.tensors.cuda_driver import StreamEvent
 from kvxfer.tensors.device_memory import DeviceMemory, Gpu
 from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.transfer.plan import Chunk, CopyClass, DenseOrder, Side
@@ -71,7 +71,7 @@ class ChunkJob(CopyJob):
     block_ids: Ids
     dense: Tensor | SourceLane | None
     order: DenseOrder | None = None
-    after: torch.cuda.Event | None = None
+    after: StreamEvent | None = None
     span: tuple[tuple[int, int], tuple[int, int]] = field(init=False)
     packer: HostPacker | None = field(default=None, init=False)
     is_by_host: bool = field(default=False, init=False)
@@ -188,7 +188,7 @@ class DevicePacker:
         self._bounces: list[Tensor] = []
         self._num_bounces = 0
         self._most_bounces = LEAST_BOUNCES + num_streams(config)
-        self._waited: torch.cuda.Event | None = None
+        self._waited: StreamEvent | None = None
         self._broken = ""
         # What nearly all engines need is compiled now: the first time it takes a second
         self._copier.warm(flat_copy(0, 0, 1 << 20), self._stream, WHOLE_GPU).synchronize()

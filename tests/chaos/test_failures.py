@@ -22,6 +22,7 @@ from kvxfer.connector.aggregator import KVOutputAggregator
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.tensors import device_launch
+from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.transfer.wire import Cancel, Reason
 from tests.builders import EngineShape
 from tests.conftest import HAS_CUDA
@@ -535,22 +536,23 @@ class Launched:
 
     def use(self, patch: pytest.MonkeyPatch) -> None:
         """As the stream of a GPU."""
-        launched = self
+        patch.setattr("kvxfer.connector.worker_side.stream_of", lambda device: self)
 
-        class Event:
-            number = 0
+    def record(self) -> Behind:
+        return Behind(self, len(self.work))
 
-            def record(self, stream: Launched) -> None:
-                self.number = len(stream.work)
 
-            def query(self) -> bool:
-                return launched.num_run >= self.number
+class Behind(HostEvent):
+    """An event behind the first works of a stream."""
 
-            def synchronize(self) -> None:
-                launched.run(self.number)
+    def __init__(self, launched: Launched, number: int) -> None:
+        self._launched, self._number = launched, number
 
-        patch.setattr("torch.cuda.Event", Event)
-        patch.setattr("torch.cuda.current_stream", lambda _: launched)
+    def query(self) -> bool:
+        return self._launched.num_run >= self._number
+
+    def synchronize(self) -> None:
+        self._launched.run(self._number)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="the order of a stand-in's stream")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvxfer.connector.board import Board, Posted
 from kvxfer.connector.loads import ALONE_FACTOR, DISTRUST_S, StepLoads
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
+from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.transfer.wire import OfferRef, Reason
 from kvxfer.transports.base import TransferKey
 from kvxfer.transports.copy_thread import CopyJob
@@ -217,8 +218,8 @@ def test_behind_copies_of_a_gpu_the_verdict_comes_with_the_result(
 ) -> None:
     """The copies are on a stream, and the step's work behind them: nothing is waited for before."""
     waited: list[object] = []
-    stream = SimpleNamespace(wait_event=waited.append)
-    monkeypatch.setattr("torch.cuda.current_stream", lambda _: stream)
+    stream = SimpleNamespace(wait=waited.append, record=HostEvent)
+    monkeypatch.setattr("kvxfer.connector.worker_side.stream_of", lambda device: stream)
 
     class OnStream(ShmSink):
         def copied(self, keys: Collection[TransferKey]) -> Any:

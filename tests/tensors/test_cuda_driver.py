@@ -118,12 +118,12 @@ def test_an_event_is_recorded_again_when_nobody_asks_for_it_any_more() -> None:
     driver = EventDriver()
     events = DriverEvents(driver, CurrentContext(driver, 1))
     first, second = events.record(7), events.record(7)
-    assert (first.handle, second.handle) == (1, 2)
+    assert (first.cuda_event, second.cuda_event) == (1, 2)
     driver.over = {1}
     assert (first.query(), second.query()) == (True, False)
     del first
     third = events.record(7)
-    assert (third.handle, driver.num_created) == (1, 2)
+    assert (third.cuda_event, driver.num_created) == (1, 2)
     second.synchronize()
     assert driver.calls == [
         *[("cuEventRecord", 1), ("cuEventRecord", 2), ("cuEventRecord", 1)],
@@ -139,7 +139,7 @@ def test_only_stamps_have_a_moment() -> None:
     no_timing, blocking = 0x2, 0x1  # CU_EVENT_DISABLE_TIMING, CU_EVENT_BLOCKING_SYNC
     assert driver.flags == [blocking | no_timing, blocking, blocking]
     assert kept[2].since_s(kept[1]) == pytest.approx(0.023)  # from the second to the third
-    assert event.handle == 1
+    assert event.cuda_event == 1
 
 
 def test_events_are_destroyed_with_the_last_who_may_ask() -> None:
@@ -161,6 +161,6 @@ def test_an_event_that_could_not_be_recorded_is_not_lost() -> None:
     with pytest.raises(CudaError, match="says no"):
         events.record(7)
     driver.failing = ""
-    assert (events.record(7).handle, driver.num_created) == (1, 1)
+    assert (events.record(7).cuda_event, driver.num_created) == (1, 1)
     driver.failing = "cuEventDestroy_v2"
     del events  # where the GPU has failed, too

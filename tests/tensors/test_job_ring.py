@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.tensors.device_launch import JobRing, Slot
+from kvxfer.tensors.device_launch import HostEvent, JobRing, Slot
 
 CPU = torch.device("cpu")
 
 
-class FakeEvent:
+class FakeEvent(HostEvent):
     """Over when the test says so, or when somebody waits."""
 
     def __init__(self) -> None:

@@ -271,7 +271,7 @@ def test_many_transfers_leave_no_buffer_behind(kernel_pair: Pair, reaches_host: 
         assert _is_at_rest(_packer(end), reaches_host)
 
 
-class Gate:
+class Gate(HostEvent):
     """An event of a GPU that takes its time, or fails. ``seen_by``: the threads that looked."""
 
     def __init__(self, *, is_open: bool = False) -> None:

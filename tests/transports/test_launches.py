@@ -14,6 +14,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.tensors.device_copy import DeviceCopier, Launched
+from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import cuda_ipc_direct
 from kvxfer.transports import launches as module
@@ -30,7 +31,7 @@ __all__ = ["stand_in_for_gpus"]
 CONFIG = Config(transport="cuda_ipc")
 
 
-class Doubtful:
+class Doubtful(HostEvent):
     """An event that completes, or fails, when the test says so."""
 
     def __init__(self) -> None:
@@ -283,7 +284,7 @@ class Clock:
         return self.now_s
 
 
-class Running:
+class Running(HostEvent):
     """An event of a launch that takes so long on the clock."""
 
     def __init__(self, clock: Clock, duration_s: float) -> None:
@@ -307,7 +308,7 @@ def test_who_is_woken_soon_enough_looks_until_it_is_over(
     monkeypatch.setattr(module, "time", clock)
     launches: Launches[int] = Launches(lambda: None)
 
-    class Soon:
+    class Soon(HostEvent):
         """Over when it is due, however often it is looked at."""
 
         def query(self) -> bool:
