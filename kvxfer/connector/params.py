@@ -17,6 +17,7 @@ import hmac
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -167,11 +168,17 @@ def _engine(engine_id: str | None, endpoint: str) -> str:
     """The engine's name, if both can be."""
     if not engine_id:
         raise ValueError("remote_engine_id: expected a name, got none")
-    (engine_id + endpoint).encode()  # JSON has texts that no message can carry
+    engine_id.encode()  # JSON has texts that no message can carry
+    _check_endpoint(endpoint)
+    return engine_id
+
+
+@lru_cache(maxsize=1024)  # it costs 20 us of a cold processor, and engines are few
+def _check_endpoint(endpoint: str) -> None:
+    endpoint.encode()
     url = urlsplit(endpoint)
     if url.scheme != "tcp" or not url.hostname or not url.port:
         raise ValueError(f"kvxfer.endpoint: expected tcp://host:port, got {endpoint!r}")
-    return engine_id
 
 
 def _source(ours: _Ours, engine_id: str | None) -> SourceRef:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -93,6 +94,8 @@ class SchedulerConnector:
         self._counts: Counter[str] = Counter()
         self._unused = UnusedKV()
         self._now = now
+        # Addresses are compared with ranges, and engines are few
+        self._refusal_at = lru_cache(maxsize=1024)(self._look_up)
         self.is_draining = False
         self._told_open: int | None = None
         self._not_offered: set[str] = set()
@@ -218,12 +221,17 @@ class SchedulerConnector:
 
     def _refusal(self, source: SourceRef) -> Plain | None:
         """Why nothing may be loaded from there, whatever the request."""
-        host = urlsplit(source.endpoint).hostname or ""
         if not self._can_receive:
             return Plain("role", "this engine does not load KV")
-        if not self._config.peer_allowed(host):
-            return Plain(Reason.NOT_ALLOWED, not_admitted(host))
-        return None
+        return self._refusal_at(source.endpoint)
+
+    def _look_up(self, endpoint: str) -> Plain | None:
+        host = urlsplit(endpoint).hostname or ""
+        return (
+            None
+            if self._config.peer_allowed(host)
+            else Plain(Reason.NOT_ALLOWED, not_admitted(host))
+        )
 
     def _want(self, request: RequestLike, source: SourceRef) -> Plain | None:
         reason = self._loads.want(request, source)

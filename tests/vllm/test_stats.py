@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as VllmStats
 
     from kvxfer.integrations.vllm.connector import KvxferConnector
-    from kvxfer.integrations.vllm.stats import KvxferStats, of_scheduler, of_worker, rebuilt
+    from kvxfer.integrations.vllm.stats import Calm, KvxferStats, of_scheduler, of_worker, rebuilt
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -55,6 +55,25 @@ def worker(*loads: LoadReport, busy_s: float = 0.1, rank: str = "pp0tp0") -> Kvx
     made = of_worker(stats, rank=rank, busy_s=busy_s, collected_s=collected_s)
     assert made is not None
     return made
+
+
+def test_steps_that_tell_nothing_until_a_first_token_is_out() -> None:
+    now_s = [50.0]
+    calm = Calm(lambda: now_s[0])
+    loads = [False, True, False, False, False, False, True, False, True, False, False, False]
+    tells = [calm.is_now(has_loaded=each) for each in loads]
+    assert [place for place, is_so in enumerate(tells) if is_so] == [0, 4, 5, 11]
+
+
+def test_an_engine_whose_loads_never_end_tells_once_a_second() -> None:
+    now_s = [50.0]
+    calm = Calm(lambda: now_s[0])
+    told_s = []
+    for number in range(350):
+        now_s[0] = 50.0 + number / 100
+        if calm.is_now(has_loaded=number % 3 == 0):
+            told_s.append(now_s[0])
+    assert told_s == pytest.approx([51.0, 52.0, 53.0])
 
 
 def test_one_load() -> None:

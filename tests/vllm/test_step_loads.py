@@ -231,10 +231,10 @@ def test_blocks_are_found_from_the_verdict_on(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_the_step_behind_it_tells_how_long_it_took(
+def test_numbers_are_told_when_its_token_is_out(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """Nothing that its own step has to tell keeps its token, and nothing is lost or told twice."""
+    """Nothing that is to be told keeps its token, and nothing is lost or told twice."""
     pair = Pair(make, monkeypatch, ("fail", is_async))
     before = pair.sink.stats["requests_loaded"][""]
     assert before == 1
@@ -243,6 +243,8 @@ def test_the_step_behind_it_tells_how_long_it_took(
         request = pair.load(f"d{number}", prompt_of(random.Random(number)))
         pair.sink.run_out()
         assert_right(request)
+    pair.sink.request("own", prompt_of(random.Random(9)), max_tokens=8)
+    pair.sink.run_out()
     in_step = [bool(report.kv_connector_worker_meta) for report in pair.sink.reported]
     told = [
         sum(report.kv_connector_stats.data["loads"].values())
@@ -251,7 +253,10 @@ def test_the_step_behind_it_tells_how_long_it_took(
         for report in pair.sink.reported
     ]
     assert in_step.count(True) == sum(told) == 3
-    assert told == [0, *map(int, in_step[:-1])]
+    for place, number in enumerate(told):
+        assert not (number and any(in_step[max(0, place - 2) : place + 1]))
+    last = max(place for place, is_so in enumerate(in_step) if is_so)
+    assert told[last + 3]
     assert sum(pair.sink.stats["loads"].values()) == 3 + before
     pickups = [key for key in pair.sink.stats["load_seconds"] if key.startswith("pickup")]
     assert pickups

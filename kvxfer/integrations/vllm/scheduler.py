@@ -33,7 +33,7 @@ from kvxfer.integrations.vllm.compat import (
 )
 from kvxfer.integrations.vllm.drain_flag import DrainFlagView
 from kvxfer.integrations.vllm.settings import Settings
-from kvxfer.integrations.vllm.stats import KvxferStats, of_scheduler
+from kvxfer.integrations.vllm.stats import Calm, KvxferStats, of_scheduler
 from kvxfer.integrations.vllm.step_loads import UnprovenKV
 from kvxfer.integrations.vllm.views import (
     BlocksView,
@@ -130,6 +130,9 @@ class SchedulerSide:
         self._unproven: UnprovenKV | None = None
         self._held: dict[str, _KeptRequest] = {}
         self._num_pinned = 0
+        self._has_loaded = False
+        """Loads were part of the step whose output was taken in last."""
+        self._calm = Calm()
         self._is_idle = False
         self._was_woken = False
         self._last_step_s = now()
@@ -302,6 +305,7 @@ class SchedulerSide:
             self._details.update(said.details)
             received, near = received.union(said.in_step), said.near
             must_drain, found = said.must_drain, said.found
+            self._has_loaded = bool(said.in_step)
         failed = self._failed(received, getattr(output, "failed_recving", None) or set())
         details = {i: self._details.pop(i) for i in failed if i in self._details}
         sent = set(output.finished_sending or ())
@@ -386,11 +390,14 @@ class SchedulerSide:
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
         """Requests that were loaded, failed or ran plain, and offers that were pinned, since the
-        last call. vLLM asks at the end of each step.
+        last call; of loads that were part of a step some steps later. vLLM asks at the end of each.
         """
         if self._core is None:
             return None
         self._last_step_s = self._now()
+        has_loaded, self._has_loaded = self._has_loaded, False
+        if not self._calm.is_now(has_loaded=has_loaded):
+            return None
         stats = self._core.get_kv_connector_stats()
         num_pinned, self._num_pinned = self._num_pinned, 0
         if num_pinned:

@@ -7,7 +7,8 @@ bounded, and two reports are added key by key, whoever made them: ranks, steps o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -21,6 +22,39 @@ from kvxfer.connector.records import KVConnectorStats
 PREFIX = "vllm:kvxfer_"
 """vLLM takes back what begins with ``vllm:`` when an engine is made anew in one process."""
 _BUSY_S = "busy_s"
+
+
+BEHIND_STEPS = 3
+"""With async scheduling an engine launches two more steps before the first token of one is out."""
+MOST_S = 1.0
+"""Numbers are told that often all the same."""
+
+
+class Calm:
+    """Whether a step may tell numbers. To make them, add them up and observe them takes 0.5 ms of a
+    cold processor, where a request waits for its first token: one whose load was part of this step
+    or of one shortly before.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._num_left = 0
+        self._told_s = 0.0
+
+    def is_now(self, *, has_loaded: bool) -> bool:
+        """Asked once in each step. ``has_loaded``: loads were part of it."""
+        if has_loaded:
+            if not self._num_left:
+                self._told_s = self._now()
+            self._num_left = BEHIND_STEPS
+        elif self._num_left:
+            self._num_left -= 1
+        if self._num_left:
+            now_s = self._now()
+            if now_s - self._told_s < MOST_S:
+                return False
+            self._told_s = now_s
+        return True
 
 
 class KvxferStats(VllmStats):  # type: ignore[misc]  # vLLM has no types where it is not installed

@@ -26,7 +26,7 @@ from kvxfer.integrations.vllm.compat import (
 from kvxfer.integrations.vllm.drain_flag import DrainFlag
 from kvxfer.integrations.vllm.regions import ClearedGroup, Located
 from kvxfer.integrations.vllm.settings import Settings
-from kvxfer.integrations.vllm.stats import KvxferStats, of_worker
+from kvxfer.integrations.vllm.stats import Calm, KvxferStats, of_worker
 from kvxfer.transfer.manifest import CacheFacts, RankId, RankManifest
 
 _IDLE_WAIT_S = (0.0002, 0.02)
@@ -74,6 +74,7 @@ class WorkerSide:
         self._failed_block_ids: set[int] = set()
         self._has_loaded = False
         """Loads were part of this step."""
+        self._calm = Calm()
         self._to_tell: list[tuple[KVConnectorStats | None, float, float]] = []
         """What was counted, seconds with a load in flight, and when that was collected."""
 
@@ -232,16 +233,15 @@ class WorkerSide:
         return said if said.has_news or self._wants_answer else None
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
-        """What was counted since the last call. A step whose token waits for its loads tells it
-        with the next one: made, added up over ranks and observed, it takes some 0.2 ms.
-        """
+        """What was counted since the last call, or since before the last loads of a step."""
         if self._core is None:
             return None
-        stats = self._core.get_kv_connector_stats()
+        is_calm = self._calm.is_now(has_loaded=self._has_loaded)
+        stats = self._core.get_kv_connector_stats(with_gauges=is_calm)
         busy_s = self._in_flight.take_busy_s() if stats or self._in_flight.has_news else 0.0
         if stats or busy_s:
             self._to_tell.append((stats, busy_s, time.monotonic()))
-        if self._has_loaded:
+        if not is_calm:
             return None
         counted, self._to_tell = self._to_tell, []
         made = [
