@@ -9,8 +9,7 @@ may be another one where two are nearly as likely: one engine's own probabilitie
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -19,9 +18,17 @@ import pytest
 import torch
 
 from scripts.benchmarks.load_stats import NEAR
-from tests.vllm.cases import Pair, Sources, Tokens, concurrent_prompts, gaps, prompt
-from tests.vllm.engines import OFFER, Connector, Engine, Finished
-from tests.vllm.gpu_models import START_TIMEOUT_S, GpuConfig, GpuEngine
+from tests.vllm.cases import Pair, Sources, concurrent_prompts, prompt
+from tests.vllm.engines import OFFER, Connector
+from tests.vllm.gpu_models import (
+    FIRST_TIMEOUT_S,
+    NEW_TOKENS,
+    GpuConfig,
+    alone,
+    assert_as_alone,
+    skip_if_refused,
+    warm_engines,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,9 +36,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="no Triton"),
 ]
 
-NEW_TOKENS = 12
 PROMPT_TOKENS = (3, 5, 63, 64, 130, 300, 1100)
-FIRST_TIMEOUT_S = 240.0  # while kernels are compiled
 TOLD_AS = {"UniformTypeKVCacheSpecs": "MLAAttentionSpec"}
 """Of a group of unlike specs vLLM 0.26 tells the scheduler the first one, 0.32 all."""
 NO_CACHE = {"enable_prefix_caching": False}
@@ -107,40 +112,15 @@ def case(request: pytest.FixtureRequest) -> Case:
     found = CASES[request.param]
     if "shared" in request.param and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
+    skip_if_refused(found.both.get("kv_cache_dtype", "auto"))
     return found
 
 
 @pytest.fixture(scope="module")
 def pair(case: Case) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        engines: list[Engine] = []
-        for side in ("prefill", "decode"):
-            engines.append(GpuEngine(case.config(side)))
-            stack.callback(engines[-1].close)
-        found = Pair(*(engine.wait_ready(START_TIMEOUT_S) for engine in engines))
-        warm = [engine.submit_all(list(concurrent_prompts(3)), 2) for engine in engines]
-        for engine, request_ids in zip(engines, warm, strict=True):
-            for request_id in request_ids:
-                engine.result(request_id, FIRST_TIMEOUT_S)
-        yield found
-
-
-def alone(engine: Engine, prompts: Sequence[Tokens]) -> list[Finished]:
-    """What it answers by itself, with nothing cached before or after."""
-    engine.reset()
-    ids = engine.submit_all(prompts, NEW_TOKENS, logprobs=20)
-    answers = [engine.result(each, FIRST_TIMEOUT_S) for each in ids]
-    engine.reset()
-    return answers
-
-
-def assert_as_alone(case: Case, got: Sequence[Finished], alone: Sequence[Finished]) -> None:
-    found = gaps(got, alone)
-    assert max(found) <= case.tie, found
-    assert found.count(0) >= len(found) // 3, found
-    # The comparison can fail: other prompts' answers are told apart.
-    others = gaps(got, [*alone[1:], alone[0]])
-    assert len(alone) == 1 or sum(gap > case.tie for gap in others) > 0.8 * len(got), others
+    sides = [case.config(side) for side in ("prefill", "decode")]
+    with warm_engines(*sides) as engines:
+        yield Pair(*engines)
 
 
 def test_prompts_of_all_lengths(case: Case, pair: Pair) -> None:
@@ -149,7 +129,7 @@ def test_prompts_of_all_lengths(case: Case, pair: Pair) -> None:
     prompts = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
     own = [alone(pair.decode, [each])[0] for each in prompts]
     before = Sources.of(pair.decode)
-    assert_as_alone(case, [pair.run(each, NEW_TOKENS) for each in prompts], own)
+    assert_as_alone([pair.run(each, NEW_TOKENS) for each in prompts], own, case.tie)
     moved = Sources.of(pair.decode) - before
     assert moved == Sources(sum(PROMPT_TOKENS) - len(prompts), 0, len(prompts))
     pair.assert_at_rest()
@@ -159,7 +139,7 @@ def test_sixteen_at_once(case: Case, pair: Pair) -> None:
     prompts = list(concurrent_prompts(16))
     own = alone(pair.decode, prompts)
     before = Sources.of(pair.decode)
-    assert_as_alone(case, pair.run_all(prompts, NEW_TOKENS), own)
+    assert_as_alone(pair.run_all(prompts, NEW_TOKENS), own, case.tie)
     moved = Sources.of(pair.decode) - before
     assert moved == Sources(sum(map(len, prompts)) - len(prompts), 0, len(prompts))
     pair.assert_at_rest()
@@ -174,7 +154,7 @@ def test_a_prefix_that_decode_has(case: Case, pair: Pair) -> None:
     pair.run(first, NEW_TOKENS)
     before = Sources.of(pair.decode)
     params = pair.prefill.result(pair.prefill.submit(second, 1, OFFER), FIRST_TIMEOUT_S).params
-    assert_as_alone(case, [pair.decode.generate(second, NEW_TOKENS, params)], [own])
+    assert_as_alone([pair.decode.generate(second, NEW_TOKENS, params)], [own], case.tie)
     hit = num_tokens - 1 if case.decode.get("enable_prefix_caching", True) else 0
     moved = Sources.of(pair.decode) - before
     assert moved == Sources(len(second) - hit - 1, hit, 1)

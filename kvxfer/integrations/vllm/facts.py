@@ -388,8 +388,8 @@ def element_type(dtype: torch.dtype, quantisation: str, cache_dtype: str) -> str
 
 
 def _fp8_type(cache_dtype: str) -> str:
-    """Which of the types of one byte; "fp8" is the platform's own, and platforms differ."""
-    if cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
+    """Which of the types of one byte. "fp8" is the platform's own, and platforms differ."""
+    if cache_dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_per_token_head"):
         return cache_dtype
     from vllm.platforms import current_platform
 
