@@ -45,7 +45,8 @@ _BOUNDS = """
 """
 # What this machine is, or the version of a library, or has been compiled or named before
 _MACHINE = """
-    doctor.examine.AUTO integrations.vllm.compat.REPORTS_FAILED_REQUESTS
+    connector.worker_side.stream_of doctor.examine.AUTO
+    integrations.vllm.compat.REPORTS_FAILED_REQUESTS
     integrations.vllm.regions.READABLE_DEVICES integrations.vllm.regions.layer_specs
     integrations.vllm.regions.trace_cpu integrations.vllm.step_loads.PASSES_WORKER_METADATA
     integrations.vllm.worker.REPORTS_FAILED_REQUESTS tensors.device_launch._binaries
