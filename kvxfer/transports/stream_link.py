@@ -54,7 +54,7 @@ class Link:
     ``control_endpoint``: of the source rank; ``endpoint``: its data endpoint; ``path``: what
     carries the announcements. ``dealers``: the first carries all messages, and chunks like the
     further ones; ``latest``: which has brought something last. ``jobs``: what unpacks a slot, by
-    slot. ``num_unreadable``: announcements; each may have cost a slot. ``untold``: slots whose
+    slot. ``num_unreadable``: messages; each may have cost a slot. ``untold``: slots whose
     credit was not taken: a source that stands still has a full queue, and may go on.
 
     Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
@@ -129,8 +129,10 @@ class Link:
 
     @property
     def is_spent(self) -> bool:
-        """Whether so many announcements were unreadable that no slot may be left."""
-        return self.num_unreadable >= self.slots.num_slots
+        """Whether so much was unreadable that no slot may be left; or anything, while ``attached``
+        has not come: it may have been that, and then the source waits for an end that is not there.
+        """
+        return self.num_unreadable >= (self.slots.num_slots if self.is_connected else 1)
 
     def connect(self, message: Attached, frame: zmq.Frame | None) -> None:
         """``frame``: what ZeroMQ brought it in. Raises ProtocolError, PipeBroken."""

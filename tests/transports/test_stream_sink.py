@@ -24,6 +24,7 @@ from kvxfer.transports.base import (
     ReadBroke,
     ReadDone,
     ReadStopped,
+    SendStopped,
     TransferKey,
 )
 from kvxfer.transports.pipe import HOST_STAGING, StagingSize
@@ -36,21 +37,30 @@ from kvxfer.transports.stream_wire import (
     Expect,
     Refused,
     TrialHeader,
+    decode_to_sink,
     decode_to_source,
     encode,
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.copies import HeldPieces, is_unpack
+from tests.helpers import needs_nixl, needs_ucxx
+from tests.spoken import change_frames
 from tests.transports.pair import (
     ATTACH,
+    CONFIG,
     Pair,
     a_move,
+    connections_of,
     key_of,
     link_of,
+    load,
     read_request,
     send_request,
 )
 from tests.wires import use_pipe
+
+UCX = pytest.param("ucx", marks=needs_ucxx)
+NIXL = pytest.param("nixl", marks=needs_nixl)
 
 
 class SmallOnGpus(ZmqPipe):
@@ -247,6 +257,57 @@ def test_what_cannot_be_read_is_dropped_until_no_slot_may_be_left(
     assert end.reason is Reason.PEER_LOST
     assert "makes no sense" in end.detail
     assert PeerGone(pair.manifest.control_endpoint) in pair.seen
+
+
+@pytest.mark.parametrize("frame", [b"\xc1nonsense", encode(Attached(b"x" * 16385))])
+def test_before_attached_nothing_that_cannot_be_read_is_let_pass(
+    pair: Pair, fake: FakeSource, frame: bytes
+) -> None:
+    pair.manifest = msgspec.structs.replace(pair.manifest, data_endpoints={"zmq": fake.endpoint})
+    pair.sink.attach(pair.manifest)
+    identity, _ = fake.receive()
+    key = key_of(1)
+    pair.sink.submit_expect(read_request(key, a_move(), pair.manifest))
+    fake.socket.send_multipart([identity, frame])
+    end = pair.end(key)
+    assert isinstance(end, ReadBroke)
+    assert end.reason is Reason.PEER_LOST
+    assert PeerGone(pair.manifest.control_endpoint) in pair.seen
+    assert pair.sink.counts["malformed"] == 1
+
+
+@pytest.mark.parametrize("wire", ["zmq", "tcp", UCX, NIXL])
+def test_a_connection_whose_attached_is_cut_off_ends_at_both_ends_and_the_next_one_carries(
+    monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    """With most pipes nothing else would follow: the source waits for the sink's end of the pipe,
+    or announces what only a sink that has met it hears.
+    """
+    cut: list[bytes] = []
+
+    def change(frames: list[Any]) -> list[Any]:
+        if not cut and isinstance(decode_to_sink(memoryview(frames[1])), Attached):
+            cut.append(frames[1])
+            return [frames[0], frames[1][:6]]
+        return frames
+
+    change_frames(monkeypatch, change)
+    pair = Pair(msgspec.structs.replace(CONFIG, transport=wire))
+    try:
+        pair.sink.attach(pair.manifest)
+        key = key_of(1)
+        pair.start(key, a_move())
+        end = pair.end(key)
+        assert cut
+        assert isinstance(end, ReadBroke)
+        assert end.reason is Reason.PEER_LOST
+        assert PeerGone(pair.manifest.control_endpoint) in pair.seen
+        pair.until(lambda: pair.said_kind(SendStopped, key))
+        assert not connections_of(pair).all()
+        pair.sink.attach(pair.manifest)
+        load(pair, 2)
+    finally:
+        pair.close()
 
 
 @pytest.fixture
