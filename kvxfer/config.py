@@ -110,8 +110,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The longest that an offer is kept, however often it is extended. Change it where requests
     wait longer at the decode side, or must not hold blocks so long."""
     pull_timeout_s: float = 10.0
-    """A load that gets no further for this long has failed. Change it where a wire stands still
-    for longer and goes on."""
+    """A load that gets no further for this long has failed; a stream that brings nothing to anybody
+    for this long is cut. Change it where a wire stands still for longer and goes on."""
     grow_offers: bool = True
     """Whether KV can be read while its prompt is still being computed, step by step. Off: an offer
     opens once, when it is complete. Change it to measure."""

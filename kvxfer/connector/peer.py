@@ -117,6 +117,7 @@ class Moments:
 class Peer:
     """One source engine. ``manifest``, its ``entries`` by rank, ``plan`` and ``choices`` are there
     from TRYING and READY on. ``routes``: of the plan, those that end here, null routes too.
+    ``brought_s``: when a wire last brought something from a rank, for whatever load.
 
     ``step``: takes each event of this peer.
     """
@@ -137,6 +138,7 @@ class Peer:
         """What trials have opened and no wire was attached to yet."""
         self.choices: dict[RankId, Choice] = {}
         self.boards: dict[RankId, BoardView] = {}
+        self.brought_s: dict[RankId, float] = {}
         self.waiters: list[Waiter] = []
         self.deadline: Timer | None = None
         self.until_s = 0.0

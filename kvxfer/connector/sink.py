@@ -35,7 +35,7 @@ from kvxfer.connector.load_routes import (
 )
 from kvxfer.connector.loads import asked_offers
 from kvxfer.connector.peer import Peer, Surroundings, Waiter
-from kvxfer.connector.peer_session import Failure
+from kvxfer.connector.peer_session import Failure, PeerState
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import AbortLoad, LoadReport, NewLoad
 from kvxfer.connector.verifier import Digests, Verifier, where_they_differ
@@ -484,7 +484,9 @@ class Sink:
             case Progress(_, nbytes):
                 nbytes += run.read_nbytes
                 if nbytes > run.nbytes:
-                    run.progressed_s = self._io.now()
+                    run.progressed_s = now_s = self._io.now()
+                    if load.peer is not None:
+                        load.peer.brought_s[source] = now_s
                 run.nbytes = nbytes
             case ReadDone(_, nbytes, certified):
                 run.nbytes = run.read_nbytes = run.read_nbytes + nbytes
@@ -504,7 +506,9 @@ class Sink:
     def _placed(self, load: SinkLoad, source: RankId, *, certified: bool) -> SinkEvent | None:
         """What was read is in its place: what that is to the load, None if it is verified first."""
         run = load.routes[source]
-        load.placed_s = self._io.now()
+        load.placed_s = now_s = self._io.now()
+        if load.peer is not None:
+            load.peer.brought_s[source] = now_s
         is_all = certified or run.asked_tokens == ALL
         if is_all and not isinstance(run.pull.verify, UnsetType):
             self._verify(load, source, run.pull.verify, certified=certified)
@@ -706,7 +710,10 @@ class Sink:
         quiet_s = now_s - run.progressed_s
         if quiet_s >= self._limit_s(run):
             if load.is_in(source, *_WAITING):
-                load.note(f"rank {source}: nothing for {quiet_s:.1f} s")
+                what = f"rank {source}: nothing for {quiet_s:.1f} s"
+                load.note(what)
+                if self._stands(load, source):
+                    self._io.defer(self._cut, self._peer(load), f"{what} over {run.pull.transport}")
                 return DeadlinePassed(source)
             if load.is_in(source, RouteState.DRAINING):
                 self._complain(load)
@@ -717,6 +724,24 @@ class Sink:
             if run.is_growing and load.is_in(source, RouteState.READING):
                 return RetryDue(source)
         return None
+
+    def _stands(self, load: SinkLoad, source: RankId) -> bool:
+        """Whether the stream that this load waits for has brought nothing to anybody all the while.
+        A growing offer may have nothing to send.
+        """
+        run = load.routes[source]
+        is_due = load.is_in(source, RouteState.READING) and not (run.is_growing or run.read_nbytes)
+        if not (is_due and isinstance(run.wire, ReceivingSink)):
+            return False
+        return self._peer(load).brought_s.get(source, 0.0) <= run.progressed_s
+
+    def _cut(self, peer: Peer, what: str) -> None:
+        """Meet it anew. A library may have lost what one end waits for, in a network that was cut;
+        as the stream is, every later load would wait for that, too.
+        """
+        if peer.state is PeerState.READY:
+            _log.warning("engine %s at %s: %s; it is met anew", peer.engine_id, peer.endpoint, what)
+            peer.end(Failure(Reason.PEER_LOST, what))
 
     def _limit_s(self, run: RouteRun) -> float:
         """How long a route may get no further: it may wait for a prefill, or for its source."""

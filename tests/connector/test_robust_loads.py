@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvxfer.connector.keeper import OFFER_NBYTES, Keeper
 from kvxfer.connector.peer import Peer
+from kvxfer.connector.peer_session import PeerState
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import ConnectorMetadata, Hold, SourceRef
 from kvxfer.errors import ProtocolError
@@ -18,9 +21,13 @@ from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import MAX_KEPT, Consumer, Grant, Keep, OfferRef, Pull, Release
 from kvxfer.transports.base import ReadRequest
 from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_wire import Attached, ChunkHeader, decode_to_sink, encode
 from tests.builders import EngineShape
+from tests.connector.inside import slots_behind
 from tests.connector.rig import (
+    NIXL,
     POISON,
+    UCX,
     WIRES,
     Engine,
     kept_by,
@@ -30,7 +37,7 @@ from tests.connector.rig import (
     service_of,
     until,
 )
-from tests.spoken import change_messages, watch_messages
+from tests.spoken import change_frames, change_messages, watch_messages
 from tests.wires import pipe_of, use_sink
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
@@ -300,3 +307,87 @@ def test_an_offer_that_was_given_up_before_its_engine_was_known_is_not_kept(
         sink.hold("e", other)
         until(lambda: kept)
         assert set(kept) == {other.offer}
+
+
+class Lost:
+    """What a ROUTER says of a stream and is ``wanted`` gets lost; its slots come back. Who waits
+    for it is told nothing.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.wanted: Callable[[Attached | ChunkHeader], bool] = lambda _: False
+        self.num = 0
+        change_frames(patch, self._change)
+
+    def _change(self, frames: list[Any]) -> list[Any]:
+        identity, first, *rest = frames
+        try:
+            said = decode_to_sink(memoryview(first))
+        except ProtocolError:  # of the control channel
+            return frames
+        if not isinstance(said, Attached | ChunkHeader) or not self.wanted(said):
+            return frames
+        self.num += 1
+        # An empty message is a question whether the sink is there
+        lost = b"" if isinstance(said, Attached) else encode(replace(said, nonce=b"nobody's"))
+        return [identity, lost, *rest]
+
+
+@pytest.mark.parametrize("wire", ["zmq", "tcp", UCX, NIXL])
+def test_a_stream_that_brings_nothing_to_anybody_is_cut_and_its_peer_met_anew(
+    monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    """No other end tells of it: the connection stands, and so does the control channel."""
+    lost = Lost(monkeypatch)
+    with (
+        Engine(ONE, "prefill", fill=1, transport=wire) as source,
+        Engine(ONE, "decode", fill=POISON, transport=wire, pull_timeout_s=3.0) as sink,
+    ):
+        ref = source.offer("p", 64, range(4))
+        sink.load("d", ref, range(4), SPAN)
+        until(lambda: sink.count("peers.ready"))
+        first = only_peer_of(sink)
+        kind = ChunkHeader if wire == "zmq" else Attached
+        lost.wanted = lambda said: isinstance(said, kind)
+        source.compute("p")
+        until(lambda: sink.received("d"))
+        assert lost.num
+        assert sink.reasons("d") == {"deadline"}
+        until(lambda: first.state is PeerState.OVER)
+        lost.wanted = lambda _: False
+        sink.load("e", _offered(source, "q"), range(4), SPAN)
+        until(lambda: sink.received("e"))
+        assert sink.reasons("e") == {None}
+        assert only_peer_of(sink) is not first
+        until(lambda: all_free(source))
+
+
+def all_free(source: Engine) -> bool:
+    """No slot of a connection waits for what will not come."""
+    sources = [
+        slots for side, slots in slots_behind(service_of(source)).items() if "source" in side
+    ]
+    return all(each["LEAVING"] == each["IN_FLIGHT"] == 0 for slots in sources for each in slots)
+
+
+def test_a_stream_that_brings_something_to_others_is_not_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = Lost(monkeypatch)
+    with (
+        Engine(ONE, "prefill", fill=1, transport="zmq") as source,
+        Engine(ONE, "decode", fill=POISON, transport="zmq", pull_timeout_s=3.0) as sink,
+    ):
+        _meet(source, sink)
+        first, ref = only_peer_of(sink), _offered(source, "p")
+        lost.wanted = lambda said: isinstance(said, ChunkHeader) and said.nonce == ref.offer.nonce
+        sink.load("d", ref, range(4), SPAN)
+        until(lambda: lost.num)
+        sink.load("e", _offered(source, "q"), range(4, 8), SPAN)
+        until(lambda: sink.received("e"))
+        assert sink.reasons("e") == {None}
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"deadline"}
+        sink.load("f", _offered(source, "r"), range(4, 8), SPAN)
+        until(lambda: sink.received("f"))
+        assert only_peer_of(sink) is first

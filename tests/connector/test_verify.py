@@ -400,14 +400,14 @@ class Held(Verifier):
             worker._service.io.post(call)
 
 
-def held(engine: Engine) -> list[Held]:
-    """Of each rank's source."""
+def held(engine: Engine, side: str = "source") -> list[Held]:
+    """Of each rank's source, or sink."""
     verifiers = []
     for worker in engine.workers:
-        source = worker._service.source  # type: ignore[union-attr]
-        inner = source._verifier
-        source._verifier = Held(inner._memory, inner._copy_thread, inner._post)
-        verifiers.append(source._verifier)
+        end = getattr(worker._service, side)
+        inner = end._verifier
+        end._verifier = Held(inner._memory, inner._copy_thread, inner._post)
+        verifiers.append(end._verifier)
     return verifiers
 
 
@@ -431,6 +431,23 @@ def test_blocks_are_kept_until_their_digests_are_made(transport: str, is_ended: 
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == ({"aborted"} if is_ended else {None})
         until(lambda: source.sent("d"))
+
+
+def test_a_stream_that_has_brought_all_is_not_cut_for_digests_that_are_late() -> None:
+    with engines("zmq", "all", pull_timeout_s=3.0) as (source, sink):
+        verifiers = held(sink, "sink")
+        ref = source.offer("d", NUM_TOKENS, SOURCE_IDS)
+        source.compute("d")
+        sink.load("d", ref, SINK_IDS, SPAN)
+        until(lambda: sink.received("d"))
+        assert all(each.kept for each in verifiers)
+        assert sink.reasons("d") == {"deadline"}
+        assert sink.count("peers.peer_lost") == 0
+        other = source.offer("e", NUM_TOKENS, SOURCE_IDS)
+        source.compute("e")
+        sink.load("e", other, SINK_IDS, SPAN)
+        until(lambda: all(len(each.kept) > 1 for each in verifiers))
+        assert sink.count("peers.peer_lost") == 0
 
 
 def live(source: Engine) -> list[Any]:

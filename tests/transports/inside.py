@@ -10,14 +10,22 @@ from kvxfer.transports.stream_source import StreamSource
 
 
 def slots_of(stream: object) -> list[dict[str, int]]:
-    """Of each connection how many slots are in which state, and how many the pipe still sends."""
+    """Of each connection how many slots are in which state, how many the pipe still sends, and
+    whether both ends have met.
+    """
+    stream = getattr(stream, "_wire", stream)  # one with faults
     if isinstance(stream, StreamSource):
         connections = stream._connections.all()
-        return [_named(each.table.num, len(each.leaving)) for each in connections]
+        return [
+            _named(each.table.num, len(each.leaving), is_met=each.lane is not None)
+            for each in connections
+        ]
     if isinstance(stream, StreamSink):
-        return [_named(link.table.num, 0) for link in stream._links.values()]
+        links = stream._links.values()
+        return [_named(link.table.num, 0, is_met=link.is_connected) for link in links]
     return []
 
 
-def _named(num: Mapping[Any, int], num_leaving: int) -> dict[str, int]:
-    return {state.name: number for state, number in num.items()} | {"leaving": num_leaving}
+def _named(num: Mapping[Any, int], num_leaving: int, *, is_met: bool) -> dict[str, int]:
+    slots = {state.name: number for state, number in num.items()}
+    return slots | {"leaving": num_leaving, "met": int(is_met)}
