@@ -127,6 +127,7 @@ class Member:
     ``is_usurper``: this life has another engine id on the same port. ``back_at_s``: when it is
     started anew; None: it runs, or is about to. ``last_served``: the last life that has served.
     ``stands_until_s``: a process or a thread of it does, and whoever connects would wait.
+    ``begun_s``: when this life began.
     """
 
     shape: Shape
@@ -138,6 +139,7 @@ class Member:
     is_usurper: bool = False
     back_at_s: float | None = None
     stands_until_s: float = 0.0
+    begun_s: float = 0.0
     facts: dict[int, Facts] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
 
@@ -188,6 +190,7 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self.had_pids: set[int] = set()
         self._claims: list[socket.socket] = []
+        self._is_unplugged, self._plugged_s = False, 0.0
         try:
             for shape in shapes:
                 config = self._config(shape)
@@ -321,6 +324,7 @@ class Fleet:
         member.group = self._started(member.config, member.shape)
         member.lives += 1
         member.back_at_s, member.stands_until_s = None, 0.0
+        member.begun_s = time.monotonic()
 
     # ------------------------------------------------------------------ what befalls them
 
@@ -359,6 +363,7 @@ class Fleet:
         assert self._networks is not None
         first, second = self._networks
         if kind is Kind.UNPLUG:
+            self._is_unplugged = True
             first.ip(f"link set {DEVICE} down")
         for own, other, cutting in (
             (first, second, (Kind.CUT_WHOLE, Kind.CUT_PREFILL)),
@@ -373,6 +378,12 @@ class Fleet:
         for own in self._networks:
             own.ip(f"link set {DEVICE} up")
             own.ip(f"neigh flush dev {DEVICE} nud permanent")
+        if self._is_unplugged:
+            self._is_unplugged, self._plugged_s = False, time.monotonic()
+
+    def had_network(self, member: Member) -> bool:
+        """All the while since this life began: without a cable UCX has no device to start with."""
+        return not self._is_unplugged and self._plugged_s < member.begun_s
 
     def tell(self, member: Member, rank: int, order: Order) -> bool:
         """Through the door of a rank."""

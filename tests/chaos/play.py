@@ -698,13 +698,15 @@ class Play:
                 self._meet(member)
 
     def _meet(self, member: Member) -> None:
-        """A new life has reported. One that has died instead was not killed: that waits for it."""
+        """A new life has reported. One that has died instead was not killed: that waits for it. One
+        that finds no network may say so and end; its supervisor starts it again.
+        """
         try:
             self._fleet.connect(member)
             self._say("serves", member.name, f"life {member.lives}")
         except KvxferError as e:
             self._say("does not start", member.name, str(e))
-            if member.group.dead():
+            if member.group.dead() and self._fleet.had_network(member):
                 self.summary.lost.append(f"{member.name}: did not start: {e}")
             member.back_at_s = time.monotonic() + 0.2
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvxfer.engine.rpc import HEARTBEAT_S
@@ -29,6 +30,7 @@ from tests.chaos.storm import (
     ON_ONE_HOST,
     SIEGE_S,
     STOPS,
+    Injection,
     Kind,
     Plan,
     Twist,
@@ -36,6 +38,7 @@ from tests.chaos.storm import (
     make_plan,
 )
 from tests.connector.rig import NIXL, UCX
+from tests.helpers import needs_ucxx
 from tests.two_hosts import HostsUnavailable, two_networks
 
 
@@ -118,6 +121,21 @@ def test_engines_serve_again_when_the_network_is_whole(networks: Networks, tmp_p
     summary = weather(plan, tmp_path / "storm", "zmq", networks=networks)
     assert summary.problems() == []
     assert summary.injections.keys() == {kind.value for kind in CUTS}
+
+
+@pytest.mark.slow
+@needs_ucxx
+def test_an_engine_that_finds_no_network_to_start_with_is_started_again(
+    networks: Networks, tmp_path: Path
+) -> None:
+    """UCX needs the device of ``host``, which has no cable when the engine is started."""
+    plan = make_plan(13, 20, kinds=())
+    unplugged = Injection(at=2, kind=Kind.UNPLUG, engine="p1", rank=0, duration_s=12.0)
+    killed = Injection(at=2, kind=Kind.KILL_SCHEDULER, engine="p1", rank=0)
+    plan = msgspec.structs.replace(plan, injections=(unplugged, killed))
+    summary = weather(plan, tmp_path / "storm", "ucx", networks=networks)
+    assert summary.problems() == []
+    assert summary.lives["p1"] > 2
 
 
 @pytest.mark.slow
