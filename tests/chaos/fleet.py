@@ -24,7 +24,7 @@ from kvxfer.errors import KvxferError, PeerLost
 from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell, trace_thread
 from tests.chaos.content import VOCAB_SIZE, answer_of
 from tests.chaos.names import CLAIM, Names
-from tests.chaos.standing import look_at, more_of
+from tests.chaos.standing import descriptors_of, look_at, more_of
 from tests.chaos.storm import LONGEST_PROMPT, STEP_TOKENS, Kind, Shape
 from tests.end_to_end.harness import tiny_model
 from tests.helpers import free_port
@@ -416,6 +416,13 @@ class Fleet:
             for member in self
             for rank, pid in enumerate(member.pids)
         }
+
+    def write_descriptors(self, when: str) -> None:
+        """Of each process, into a file of the folder: what a leak is can only be seen in time."""
+        for member in self:
+            for rank, pid in enumerate(member.pids):
+                path = self._folder / f"{member.name}-{rank}-{when}.descriptors"
+                path.write_text("\n".join([*descriptors_of(pid), ""]), encoding="utf-8")
 
     def pools_of_the_gone(self) -> dict[tuple[str, int], int]:
         """How many pools a rank still maps whose owners have ended, by engine and rank; those that

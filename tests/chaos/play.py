@@ -182,6 +182,7 @@ class Play:
         self._calm("before")
         self._come_to_rest()
         usages = self._fleet.usages()
+        self._fleet.write_descriptors("before")
         self._say("begin", detail=f"{len(self._plan.asks)} requests")
         begun_s = time.monotonic()
         with self._besieged():
@@ -774,6 +775,7 @@ class Play:
                     self._fleet.tell(member, rank, Order(trim=True))
             if time.monotonic() > deadline_s:
                 self.summary.leaked += leaks
+                self._fleet.write_descriptors("after")
                 return
             time.sleep(0.2)
 

@@ -47,6 +47,20 @@ def look_at(processes: Mapping[int, Mapping[int, str]], folder: Path) -> list[st
     return [f"{pid}.{what}" for pid in processes for what in ("stacks", "threads")]
 
 
+def descriptors_of(pid: int) -> list[str]:
+    """What each is, a line for each: of a socket, what the kernel says of it in that network."""
+    known: dict[str, str] = {}
+    for kind, at in (("tcp", 9), ("tcp6", 9), ("unix", 6)):
+        for line in _read(Path(f"/proc/{pid}/net/{kind}")).splitlines()[1:]:
+            known[f"socket:[{line.split()[at]}]"] = f"{kind}: {line.strip()}"
+    lines: list[str] = []
+    for path in sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda each: int(each.name)):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            what = os.readlink(path)
+            lines.append(f"{path.name} {what} {known.get(what, '')}".rstrip())
+    return lines
+
+
 def _stacks(folder: Path, pid: int) -> Path:
     return folder / f"{pid}.stacks"
 

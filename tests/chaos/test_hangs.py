@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from kvxfer.engine import rank
 from kvxfer.errors import PeerLost
 from tests.chaos import child, fleet, play
 from tests.chaos.running import weather
+from tests.chaos.standing import descriptors_of
 from tests.chaos.storm import FLEET, Injection, Kind, make_plan
 
 SMALL = (FLEET[0], FLEET[3])
@@ -72,6 +75,15 @@ def test_threads_of_zeromq_stand_and_go_on() -> None:
 def state_of(pid: int, thread: int) -> str:
     stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text(encoding="ascii")
     return stat.rpartition(")")[2].split()[0]
+
+
+def test_what_the_kernel_says_of_a_socket_stands_beside_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        lines = descriptors_of(os.getpid())
+        (line,) = [each for each in lines if each.startswith(f"{listener.fileno()} socket:[")]
+        assert f" 0100007F:{port:04X} 00000000:0000 0A " in line  # proc_pid_net(5): it listens
+    assert any(each.startswith("0 ") for each in lines)
 
 
 def log_of(folder: Path) -> list[play.Event]:
