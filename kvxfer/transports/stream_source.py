@@ -610,9 +610,15 @@ class StreamSource(SendingSource):
     # -- staging
 
     def _open_lane(self, connection: Connection) -> bool:
-        """Staging is taken when it is needed first. False if there is none: the sink is refused."""
+        """Staging is taken when it is needed first. False if there is none: the sink is refused; or
+        if the sink has gone: who connects to a process that has died may leave a socket behind, as
+        NIXL does.
+        """
         if connection.lane is not None:
             return True
+        if not self._router.visitors.stands(connection.identity):
+            self._lose(connection)
+            return False
         if not self._make_room_of_staging(connection.slots.nbytes, is_trial=connection.is_trial):
             self.counts["too_much_staging"] += 1
             detail = f"expected staging of at most {MAX_STAGING_NBYTES} bytes for all sinks"

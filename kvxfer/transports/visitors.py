@@ -345,6 +345,13 @@ class Visitors:
     def has_gone(self, name: bytes) -> bool:
         return name in self._gone
 
+    def stands(self, name: bytes) -> bool:
+        """Whether the connection of this name has not ended, by what the kernel knows of it now:
+        ZeroMQ may tell of the end later, behind all that was sent before.
+        """
+        fd = self._fds.get(name)
+        return name not in self._ended if fd is None else _stands(fd)
+
     def take_num_failed(self) -> int:
         num_failed, self._num_failed = self._num_failed, 0
         return num_failed

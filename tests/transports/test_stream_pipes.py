@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +30,12 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
-from kvxfer.transports.pipe import CHUNK_S
+from kvxfer.transports.pipe import CHUNK_S, Slots
 from kvxfer.transports.stream_machine import SinkSlot
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
+    STREAM_VERSION,
     AskTrial,
     Attach,
     Credit,
@@ -43,6 +45,7 @@ from kvxfer.transports.stream_wire import (
     decode_to_source,
     encode,
 )
+from tests import zmtp
 from tests.copies import HeldPieces, is_pack, is_unpack
 from tests.spoken import watch_dealers, watch_frames
 from tests.transports.memory_pipe import MemoryPipe, MemorySinkLane, MemorySourceLane, World
@@ -51,6 +54,7 @@ from tests.transports.pair import (
     Pair,
     a_move,
     connections_of,
+    expect_of,
     forget_source,
     key_of,
     link_of,
@@ -466,6 +470,27 @@ def test_the_end_of_a_sink_that_has_gone_is_closed(pair: Pair, world: World) -> 
     pair.sink.detach(pair.manifest.control_endpoint)
     pair.until(lambda: world.num_open == 0)
     _works(pair, 2)
+
+
+def test_no_end_is_made_for_a_sink_that_has_gone_when_its_words_are_read(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed while the source stood still: its words lie there, and then the end."""
+    opened: list[bytes] = []
+    open_source = MemoryPipe.open_source
+
+    def open_and_tell(pipe: MemoryPipe, address: bytes, slots: Slots) -> MemorySourceLane:
+        opened.append(address)
+        return open_source(pipe, address, slots)
+
+    monkeypatch.setattr(MemoryPipe, "open_source", open_and_tell)
+    key, move = key_of(1), a_move()
+    pair.source.submit_send(send_request(key, move))
+    attach = Attach(STREAM_VERSION, 4, 4 << 20, "ucx", b"an address")
+    with closing(zmtp.connect(pair.source.data_endpoint())) as sink:
+        sink.sendall(zmtp.frame(encode(attach)) + zmtp.frame(encode(expect_of(key))))
+    pair.until(lambda: SendStopped(key, Reason.PEER_LOST) in pair.said)
+    assert opened == []
 
 
 def test_a_source_that_cannot_listen_leaves_no_pipe(

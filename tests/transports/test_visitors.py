@@ -100,6 +100,24 @@ def test_of_a_message_of_many_parts_come_the_first_and_of_others_all(
     assert [each for each in messages if each not in long] == [[b"honest"], [b"again"]] * 3
 
 
+def test_who_has_gone_does_not_stand_though_nobody_was_told(
+    router: Socket, visitors: Visitors, inbox: Inbox
+) -> None:
+    with closing(zmtp.connect(endpoint_of(router))) as peer:
+        peer.sendall(zmtp.frame(b"a word"))
+        assert router.poll(30_000)
+        ((name, _),) = inbox.receive()
+        assert visitors.stands(name.bytes)
+    until_s = time.monotonic() + 30.0
+    while visitors.stands(name.bytes):  # its end is on its way
+        assert time.monotonic() < until_s
+    assert visitors.take_gone() == []
+    while not visitors.take_gone():
+        assert time.monotonic() < until_s
+        visitors.meet()
+    assert not visitors.stands(name.bytes)
+
+
 def test_many_parts_from_who_was_connected_to_are_an_error_after_what_came_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
