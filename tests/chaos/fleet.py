@@ -24,7 +24,7 @@ from kvxfer.errors import KvxferError, PeerLost
 from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell, trace_thread
 from tests.chaos.content import VOCAB_SIZE, answer_of
 from tests.chaos.names import CLAIM, Names
-from tests.chaos.standing import descriptors_of, look_at, more_of
+from tests.chaos.standing import descriptors_of, look_at, more_of, num_in_no_state
 from tests.chaos.storm import LONGEST_PROMPT, STEP_TOKENS, Kind, Shape
 from tests.end_to_end.harness import tiny_model
 from tests.helpers import free_port
@@ -62,7 +62,8 @@ DEATH_S = 15.0
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a process has. ``mappings``: of memory that processes share; ``kinds``: of its
-    descriptors, how many of each.
+    descriptors, how many of each; ``lost``: sockets in no state. UCX loses one, where NIXL makes
+    its connections, for each peer that cannot be connected to at once (``docs/wires.md``).
     """
 
     threads: int
@@ -70,6 +71,7 @@ class Usage:
     mappings: int
     resident_nbytes: int
     kinds: Counter[str]
+    lost: int
 
     @classmethod
     def of(cls, pid: int) -> Usage:
@@ -88,6 +90,7 @@ class Usage:
             threads=len(os.listdir(folder / "task")),
             descriptors=kinds.total(),
             kinds=kinds,
+            lost=num_in_no_state(pid),
             mappings=(folder / "maps").read_text().count("/memfd:"),
             resident_nbytes=int(status["VmRSS"].split()[0]) * 1024,
         )

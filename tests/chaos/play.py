@@ -784,7 +784,10 @@ class Play:
         for (name, rank), now in self._fleet.usages().items():
             was = before[name, rank]
             for what in ("threads", "descriptors", "mappings"):
-                if getattr(now, what) > getattr(was, what):
+                most = getattr(was, what)
+                if what == "descriptors" and self.summary.wire == "nixl":
+                    most += max(0, now.lost - was.lost)
+                if getattr(now, what) > most:
                     words = f"{getattr(was, what)} {what} became {getattr(now, what)}"
                     if what == "descriptors":
                         words += f" {dict(now.kinds - was.kinds)}"

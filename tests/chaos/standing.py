@@ -48,17 +48,44 @@ def look_at(processes: Mapping[int, Mapping[int, str]], folder: Path) -> list[st
 
 
 def descriptors_of(pid: int) -> list[str]:
-    """What each is, a line for each: of a socket, what the kernel says of it in that network."""
-    known: dict[str, str] = {}
-    for kind, at in (("tcp", 9), ("tcp6", 9), ("unix", 6)):
-        for line in _read(Path(f"/proc/{pid}/net/{kind}")).splitlines()[1:]:
-            known[f"socket:[{line.split()[at]}]"] = f"{kind}: {line.strip()}"
-    lines: list[str] = []
-    for path in sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda each: int(each.name)):
+    """What each is, a line for each: of a socket, what the kernel says of it."""
+    known = _sockets_of(pid)
+    return [f"{fd} {what} {known.get(what, '')}".rstrip() for fd, what in _descriptors(pid)]
+
+
+def num_in_no_state(pid: int) -> int:
+    """How many sockets it has that the kernel keeps in no table: neither connected, nor connecting,
+    nor listening.
+    """
+    known = _sockets_of(pid)
+    return sum(what.startswith("socket:") and what not in known for _, what in _descriptors(pid))
+
+
+def _descriptors(pid: int) -> Iterator[tuple[int, str]]:
+    for fd in sorted(int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()):
         with suppress(FileNotFoundError):  # closed meanwhile
-            what = os.readlink(path)
-            lines.append(f"{path.name} {what} {known.get(what, '')}".rstrip())
-    return lines
+            yield fd, os.readlink(f"/proc/{pid}/fd/{fd}")
+
+
+def _sockets_of(pid: int) -> dict[str, str]:
+    """What the kernel says of each in the networks of this process: its threads may have others."""
+    known: dict[str, str] = {}
+    for net in {os.readlink(task / "ns/net"): task for task in _tasks(pid)}.values():
+        for kind, at in _TABLES:
+            for line in _read(net / "net" / kind).splitlines()[1:]:
+                known[f"socket:[{line.split()[at]}]"] = f"{kind}: {line.strip()}"
+    return known
+
+
+_TABLES = (
+    *((kind, 9) for kind in ("tcp", "tcp6", "udp", "udp6", "raw")),
+    *(("unix", 6), ("netlink", 9)),
+)
+"""proc_pid_net(5): and which word of a line is the socket's number."""
+
+
+def _tasks(pid: int) -> list[Path]:
+    return sorted(Path(f"/proc/{pid}/task").iterdir())
 
 
 def _stacks(folder: Path, pid: int) -> Path:

@@ -19,7 +19,7 @@ from kvxfer.engine import rank
 from kvxfer.errors import PeerLost
 from tests.chaos import child, fleet, play
 from tests.chaos.running import weather
-from tests.chaos.standing import descriptors_of
+from tests.chaos.standing import descriptors_of, num_in_no_state
 from tests.chaos.storm import FLEET, Injection, Kind, make_plan
 
 SMALL = (FLEET[0], FLEET[3])
@@ -84,6 +84,14 @@ def test_what_the_kernel_says_of_a_socket_stands_beside_it() -> None:
         (line,) = [each for each in lines if each.startswith(f"{listener.fileno()} socket:[")]
         assert f" 0100007F:{port:04X} 00000000:0000 0A " in line  # proc_pid_net(5): it listens
     assert any(each.startswith("0 ") for each in lines)
+
+
+def test_sockets_in_no_state_are_those_that_nobody_has_connected() -> None:
+    before = num_in_no_state(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as other:
+        assert num_in_no_state(os.getpid()) == before + 1
+        other.connect(listener.getsockname())
+        assert num_in_no_state(os.getpid()) == before
 
 
 def log_of(folder: Path) -> list[play.Event]:
