@@ -81,8 +81,9 @@ def encode(value: float, dtype: str) -> int | None:
     return sign | min(bits, infinity if found.has_infinity else bits)
 
 
+@cache
 def naive_cast(
-    cell: Sequence[int],
+    cell: tuple[int, ...],
     source: str,
     sink: str,
     source_scale: float = 1.0,
@@ -164,13 +165,12 @@ def fill(rank: RankManifest, memories: list[Bytes], ids: Sequence[int], num_toke
         assert region.elements
         for head in range(region.head_lo, region.head_hi):
             for token in filter(partial(keeps, region), range(num_tokens)):
-                seed = (*f"{region.layer} {region.plane} {head} {token}".encode(),)
-                rng = np.random.default_rng(seed)
+                seed = f"{region.layer} {region.plane} {head} {token}"
                 if region.plane.endswith("_scale"):
-                    cell = rng.uniform(2.0**-6, 1.0, 1).astype(np.float32).view(np.uint8)
+                    cell = some_scale(seed)
                     places = [(0, SCALE_NBYTES)]
                 else:
-                    cell = some_elements(rng, region.elements.dtype, _num_elements(region))
+                    cell = some_elements(seed, region.elements.dtype, _num_elements(region))
                     places = list(_element_places(region))
                 start = _cell_address(region, ids, token, head)
                 for number, (at, size) in enumerate(places):
@@ -180,14 +180,22 @@ def fill(rank: RankManifest, memories: list[Bytes], ids: Sequence[int], num_toke
                     ]
 
 
-def some_elements(rng: np.random.Generator, dtype: str, count: int) -> Bytes:
+def some_scale(seed: str) -> Bytes:
+    rng = np.random.default_rng((*seed.encode(),))
+    return rng.uniform(2.0**-6, 1.0, 1).astype(np.float32).view(np.uint8)
+
+
+@cache
+def some_elements(seed: str, dtype: str, count: int) -> Bytes:
     """Half of them of KV's size, half of any bits."""
+    rng = np.random.default_rng((*seed.encode(),))
     item_nbytes = ITEM_NBYTES[dtype]
     cells = rng.integers(0, 256, (count, item_nbytes), np.uint8)
     for at in range(0, count, 2):
         bits = encode(float(np.float32(rng.normal(0, 3))), dtype)
         assert bits is not None
         cells[at] = np.frombuffer(bits.to_bytes(item_nbytes, "little"), np.uint8)
+    cells.flags.writeable = False  # every rank and every test gets the same
     return cells.reshape(-1)
 
 
@@ -252,10 +260,14 @@ def _cast_cell(
     assert ours
     assert theirs
     start = _cell_address(given, ids, token, head)
-    cell = [
-        int.from_bytes(memories[given.memory][start + at : start + at + size].tobytes(), "little")
-        for at, size in _element_places(given)
-    ]
+    cell = tuple(
+        [
+            int.from_bytes(
+                memories[given.memory][start + at : start + at + size].tobytes(), "little"
+            )
+            for at, size in _element_places(given)
+        ]
+    )
     source_scale = _scale(given, head)
     if ours.scale_plane:
         scales = next(

@@ -109,7 +109,7 @@ def test_every_element_is_cast_as_the_oracle_says(source: str, sink: str) -> Non
         for e in elements.view(torch.uint8).numpy().reshape(-1, size)
     ]
     for given_scale, taken_scale in ((1.0, 1.0), (0.3, 1.7)):
-        want, _ = naive_cast(bits, source, sink, given_scale, taken_scale)
+        want, _ = naive_cast(tuple(bits), source, sink, given_scale, taken_scale)
         got = cast(elements, sink, given_scale, taken_scale)
         number = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ITEM_NBYTES[sink]]
         mask = (1 << (8 * ITEM_NBYTES[sink])) - 1
