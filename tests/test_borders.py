@@ -8,7 +8,7 @@ clocks, the environment, CUDA, UCX.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,17 +71,17 @@ PATCHED = frozenset(f"{_BOUNDS} {_MACHINE} {_COPIES} {_OWN_CODE}".split())
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One file of tests: its path, the room that it is for ("" for none), its tree."""
+    """One file of tests: its path, the room that it is for ("" for none), its syntax."""
 
     path: str
     room: str
-    tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     @property
     def imports(self) -> dict[str, str]:
         """Names that it has imported anywhere: what they are."""
         found = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     whole = alias.name if alias.asname else alias.name.partition(".")[0]
@@ -95,8 +95,19 @@ class Module:
 def module_of(path: Path, root: Path = ROOT) -> Module:
     parts = path.relative_to(root).parts
     folder = parts[1] if len(parts) > 2 else ""
+    return Module("/".join(parts), TESTS_OF.get(folder, folder), _nodes(path))
+
+
+LOOKED_AT = (
+    *(ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Attribute, ast.Name),
+    *(ast.For, ast.Assign, ast.Call),
+)
+
+
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Of a file's tree, which has a million in all: those that anything here looks at."""
     tree = ast.parse(path.read_text(), str(path))
-    return Module("/".join(parts), TESTS_OF.get(folder, folder), tree)
+    return tuple(node for node in ast.walk(tree) if isinstance(node, LOOKED_AT))
 
 
 @cache
@@ -120,15 +131,15 @@ def owners() -> Mapping[str, frozenset[str]]:
         for path in (ROOT / top).rglob("*.py"):
             parts = path.relative_to(ROOT).parts
             room = "kernels" if top == "kernels" else parts[1].removesuffix(".py")
-            for name in set(_given(ast.parse(path.read_text()))):
+            for name in set(_given(_nodes(path))):
                 if is_private(name):
                     found.setdefault(name, set()).add(room)
     return {name: frozenset(rooms) for name, rooms in found.items()}
 
 
-def _given(tree: ast.AST) -> Iterator[str]:
+def _given(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names that are defined, or assigned to."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -139,9 +150,9 @@ def _given(tree: ast.AST) -> Iterator[str]:
 
 def private_reads(module: Module) -> list[str]:
     """What it looks at that is private to another room than its own."""
-    own = set(_given(module.tree))
+    own = set(_given(module.nodes))
     found = []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
                 continue
@@ -164,7 +175,7 @@ def patches(module: Module) -> list[tuple[int, str]]:
     """Where it replaces something of kvxfer, and what, without "kvxfer"."""
     known = {**module.imports, **_of_loops(module)}
     found = []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         for owner, name in _replaced(node):
             first, _, rest = owner.partition(".")
             whole = ".".join(filter(None, (known.get(first, first), rest, name)))
@@ -177,7 +188,7 @@ def patches(module: Module) -> list[tuple[int, str]]:
 def _of_loops(module: Module) -> dict[str, str]:
     """Names of loops over things of kvxfer: the first of these."""
     imports, found = module.imports, {}
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple):
             targets = node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
             of_kvxfer = [
@@ -214,6 +225,8 @@ def _replaced(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 # ------------------------------------------------------------------ tests
+
+pytestmark = pytest.mark.xdist_group("borders")  # every file is read once
 
 
 def test_only_a_rooms_own_tests_look_at_what_is_private() -> None:

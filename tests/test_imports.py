@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 
@@ -59,11 +59,16 @@ ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unse
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its path from the root, its room, its syntax tree."""
+    """One file: its path from the root, its room."""
 
+    root: Path
     path: str
     room: str
-    tree: ast.Module
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Parsed when a test looks at it: every process that runs tests makes all the sources."""
+        return ast.parse((self.root / self.path).read_text(), self.path)
 
     @property
     def module(self) -> str:
@@ -86,7 +91,7 @@ def _sources(root: Path) -> Iterator[Source]:
                     continue
                 path = (Path(folder) / name).relative_to(root)
                 room = "kernels" if top == "kernels" else path.parts[1].removesuffix(".py")
-                yield Source(str(path), room, ast.parse((root / path).read_text(), str(path)))
+                yield Source(root, str(path), room)
 
 
 def imported(source: Source) -> list[str]:
@@ -248,8 +253,9 @@ def test_planted_relative_import_and_unknown_room(tmp_path: Path) -> None:
     "code",
     ["import os\nos.environ['A']", "import os as o\no.getenv('A')", "from os import environ as e"],
 )
-def test_planted_environment_is_found(code: str) -> None:
-    assert environment_uses(Source("kvxfer/x.py", "x", ast.parse(code)))
+def test_planted_environment_is_found(tmp_path: Path, code: str) -> None:
+    (tmp_path / "x.py").write_text(code)
+    assert environment_uses(Source(tmp_path, "x.py", "x"))
 
 
 def run_python(code: str, *arguments: str) -> str:
