@@ -120,7 +120,7 @@ class Model:
         if k >= len(world.offers):
             return world, None
         before = world.offers[k]
-        if self._is_kept_back(world, event):
+        if self.scenario.keeps_releases and self._is_kept_back(world, event):
             return world, None
         step = self.sessions.source_step(before, event, is_ended=bool(world.ended & 1 << k))
         if step is None:
@@ -144,9 +144,11 @@ class Model:
         shown = world.shown
         if self.scenario.is_board_late and self._is_open(step.offer):
             shown |= 1 << k
-        world = world._replace(offers=offers, net=net, sinks=sinks, shown=shown)
-        if any(net & both == both for both in self._both_verdicts):
-            return world, "two different verdicts for one consumer"
+        # Not by _replace, which takes four times as long, and millions of worlds are made here
+        world = World(world.generation, world.ready, offers, net, sinks, shown, world.ended)
+        for both in self._both_verdicts:
+            if net & both == both:
+                return world, "two different verdicts for one consumer"
         return world, self._check_sent(world, k, before, step) if step.num_finished else None
 
     def _is_kept_back(self, world: World, event: int) -> bool:
@@ -154,9 +156,7 @@ class Model:
         brings it again.
         """
         what = self.sessions.event(event)
-        if not (self.scenario.keeps_releases and isinstance(what, ReleaseArrived)):
-            return False
-        return any(
+        return isinstance(what, ReleaseArrived) and any(
             sink.stream == RUNNING and consumer == what.consumer
             for sink, consumer in zip(world.sinks, self.sessions.consumers, strict=True)
         )
@@ -203,8 +203,15 @@ class Model:
         if step.reads and self.scenario.wire is Wire.DIRECT:
             begun = [4 * (8 * lo + hi) + self._quality(world, i, hi) for lo, hi in step.reads]
             reads = tuple(sorted((*reads, *begun)))
-        sink = sink._replace(
-            load=step.load, reads=reads, has_reported=before or step.num_finished > 0
+        sink = SinkWorld(
+            step.load,
+            reads,
+            sink.dest,
+            before or step.num_finished > 0,
+            sink.stream,
+            sink.stream_open,
+            sink.sequence,
+            sink.pack,
         )
         violation = None
         if step.num_finished > 1 or (step.num_finished and before):
@@ -219,7 +226,7 @@ class Model:
             net &= ~self._chunk_mask(i)
             if not self.sessions.is_releasing[step.load]:
                 sink = sink._replace(dest=0)
-        return world._replace(net=net, sinks=_with(world.sinks, i, sink)), violation
+        return _with_sink(world, i, sink, net), violation
 
     def _is_whole(self, i: int, sink: SinkWorld) -> bool:
         is_direct = self.scenario.wire is Wire.DIRECT
@@ -260,7 +267,7 @@ class Model:
 
     def _start(self, world: World, i: int) -> World:
         sink = world.sinks[i]._replace(load=self.sessions.initial_load)
-        return self._tell_sink(world._replace(sinks=_with(world.sinks, i, sink)), i, Start())[0]
+        return self._tell_sink(_with_sink(world, i, sink), i, Start())[0]
 
     def moves(self, world: World) -> Iterator[Move]:
         """Everything that may happen next. Local moves come first, those that end something before
@@ -275,17 +282,16 @@ class Model:
                 yield from self._looks(world, i, sink)
         yield from self._timers(world)
         yield from self._engine_moves(world)
-        net, number = world.net & ((1 << self.sessions.chunk_base) - 1), 0
+        net = world.net & ((1 << self.sessions.chunk_base) - 1)
         while net:
-            if net & 1:
-                label, receivers = self.sessions.deliveries[number]
-                for to_sink, index, event in receivers:
-                    step = self._at_sink if to_sink else self._at_source
-                    after, violation = step(world, index, event)
-                    if after is not world or violation is not None:
-                        yield Move(label, after, violation)
-            net >>= 1
-            number += 1
+            lowest = net & -net
+            label, receivers = self.sessions.deliveries[lowest.bit_length() - 1]
+            for to_sink, index, event in receivers:
+                step = self._at_sink if to_sink else self._at_source
+                after, violation = step(world, index, event)
+                if after is not world or violation is not None:
+                    yield Move(label, after, violation)
+            net ^= lowest
 
     def _timers(self, world: World) -> Iterator[Move]:
         for k, offer in enumerate(world.offers):
@@ -355,7 +361,7 @@ class Model:
             num_spans = self._spans_to(sink.sequence)
             is_good = sink.pack == GOOD and self._quality(world, i, num_spans) == GOOD
             rest = sink._replace(pack=0, sequence=sink.sequence + 1)
-            after = world._replace(sinks=_with(world.sinks, i, rest))
+            after = _with_sink(world, i, rest)
             event = self.sessions.event_id(ChunkPacked(consumer, sink.sequence))
             step = self.sessions.source_step(
                 world.offers[k], event, is_ended=bool(world.ended & 1 << k)
@@ -367,7 +373,7 @@ class Model:
                 after = after._replace(net=after.net | bit)
             yield Move(f"chunk {sink.sequence} for sink {i} is packed", after, violation, True)
             return
-        over = world._replace(sinks=_with(world.sinks, i, sink._replace(stream=OVER)))
+        over = _with_sink(world, i, sink._replace(stream=OVER))
         if sink.stream == STOPPING:
             after, violation = self._tell_source(over, k, StreamDrained(consumer))
             yield Move(f"stream of sink {i} is drained", after, violation, True)
@@ -376,7 +382,7 @@ class Model:
             yield Move(f"stream of sink {i} is sent", after, violation, True)
         elif sink.stream == RUNNING and self._may_pack(sink):
             busy = sink._replace(pack=self._quality(world, i, self._spans_to(sink.sequence)))
-            after = world._replace(sinks=_with(world.sinks, i, busy))
+            after = _with_sink(world, i, busy)
             yield Move(f"chunk {sink.sequence} for sink {i}: the pack begins", after)
         if sink.stream == RUNNING and self.scenario.may_fail_reads:
             after, violation = self._tell_source(over, k, StreamDrained(consumer))
@@ -445,7 +451,7 @@ class Model:
         if not self.scenario.two_step_scatter:
             return self._end_read(world, i, sink, chunk, state)._replace(is_local=False)
         sink = sink._replace(reads=(chunk,))
-        after = world._replace(sinks=_with(world.sinks, i, sink))
+        after = _with_sink(world, i, sink)
         return Move(f"chunk {chunk // 4} reaches sink {i}", after)
 
     def _end_read(
@@ -469,7 +475,7 @@ class Model:
             sink = sink._replace(dest=sink.dest | 1 << read // 4 | bad)
             every = (1 << self._num_chunks(i)) - 1
             is_complete = sink.dest & every == every
-        after = world._replace(sinks=_with(world.sinks, i, sink))
+        after = _with_sink(world, i, sink)
         if state is RouteState.DRAINING:
             # Either order of the transport's two answers; both end the drain.
             event = self._drained
@@ -502,3 +508,16 @@ class Model:
 
 def _with(sinks: tuple[SinkWorld, ...], i: int, sink: SinkWorld) -> tuple[SinkWorld, ...]:
     return (*sinks[:i], sink, *sinks[i + 1 :])
+
+
+def _with_sink(world: World, i: int, sink: SinkWorld, net: int | None = None) -> World:
+    """``net``: None: as it is."""
+    return World(
+        world.generation,
+        world.ready,
+        world.offers,
+        world.net if net is None else net,
+        _with(world.sinks, i, sink),
+        world.shown,
+        world.ended,
+    )

@@ -410,8 +410,10 @@ def explore(scenario: Scenario) -> Result:
             over.add(here)
             num_done += list(world.read_ends.values()) == ["ReadDone"] * len(world.num_chunks)
         local = list(local_moves(world, scenario))
-        for number, move in enumerate([*local, *chance_moves(world, scenario)]):
-            after = pickle.loads(packed)
+        moves = [*local, *chance_moves(world, scenario)]
+        for number, move in enumerate(moves):
+            # The last one needs no copy: nobody looks at the world before it any more
+            after = world if number == len(moves) - 1 else pickle.loads(packed)
             label = f"{move[0]} {_text(move[1])}"
             try:
                 apply(after, *move)
@@ -463,7 +465,7 @@ def _freezer(kind: type) -> Callable[[Any], object] | None:
         return lambda value: frozenset([(key, _frozen(each)) for key, each in value.items()])
     if issubclass(kind, set):
         return lambda value: frozenset(value)
-    if issubclass(kind, list | tuple | deque | bytearray):
+    if issubclass(kind, list | deque | bytearray):
         return lambda value: tuple([_frozen(each) for each in value])
     if issubclass(kind, Sends | Reads | SourceSlots | SinkSlots):
         return lambda value: _frozen(vars(value))
