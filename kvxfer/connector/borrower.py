@@ -13,7 +13,7 @@ waits for the interpreter. On two H200s a load took, handed over to the IO threa
 
 A borrower does only short work and touches no socket, because ZeroMQ may look at its sockets while
 the IO thread polls. Messages of the borrower are deferred; they leave in the IO thread's next
-round, which comes by itself some milliseconds later.
+round, which comes by itself LEISURE_S later.
 """
 
 from __future__ import annotations
