@@ -403,6 +403,7 @@ def check_pipe(case: PipeCase, scenario: str, *, timeout_s: float = 60.0) -> Non
 def _run(side: _Side, case: PipeCase, report: Path, channel: Connection) -> None:
     random.seed(1)
     torch.set_num_threads(1)
+    gc.freeze()  # each look at the memory collects: what is imported would take 0.1 s each time
     try:
         side(case, channel)
     except BaseException:
