@@ -64,13 +64,17 @@ def watch_frames(patch: pytest.MonkeyPatch, look: Callable[[list[Any]], object])
     change_frames(patch, seen)
 
 
-def change_frames(patch: pytest.MonkeyPatch, change: Callable[[list[Any]], list[Any]]) -> None:
-    """``change(frames)``: as many frames as leave in the place of those of a ROUTER's message, the
-    peer's name first.
+def change_frames(
+    patch: pytest.MonkeyPatch,
+    change: Callable[[list[Any]], list[Any]],
+    kind: int = zmq.ROUTER,
+) -> None:
+    """``change(frames)``: as many frames as leave in the place of those of a message of such a
+    socket, of a ROUTER the peer's name first.
     """
 
     def changed(socket: zmq.Socket[bytes], parts: list[_Part]) -> list[list[_Part]]:
-        if socket.type == zmq.ROUTER:
+        if socket.type == kind:
             frames = change([part.data for part in parts])
             parts = [part._replace(data=data) for part, data in zip(parts, frames, strict=True)]
         return [parts]

@@ -23,6 +23,7 @@ Slots belong to the connection: when it ends, what they hold is worth nothing an
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
@@ -56,6 +57,20 @@ _PipeName = Annotated[str, msgspec.Meta(max_length=32)]
 _Address = Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_NBYTES)]
 
 
+def _check_address(message: Attach | Attached) -> None:
+    """Fill in the sum, or compare it: libraries take addresses unchecked. UCX may end the process
+    at one that is damaged, and NIXL 1.5 keeps half of it, and takes no other of that agent.
+    """
+    crc32 = zlib.crc32(message.address)
+    if message.address_crc32 is None:  # earlier peers say none
+        msgspec.structs.force_setattr(message, "address_crc32", crc32)
+    elif message.address_crc32 != crc32:
+        raise ValueError(
+            f"address: expected bytes with the CRC-32 {message.address_crc32:#x}, got {crc32:#x}; "
+            "they were damaged on their way"
+        )
+
+
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """First on a connection, and only once. Version 1 had the first two fields."""
 
@@ -68,6 +83,10 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     """The connection is there to be measured, with slots of its own size, and carries no chunks."""
     num_streams: int = 1
     """Over so many of them the sink would take chunks, itself included; see ``Streams``."""
+    address_crc32: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_address(self)
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -109,6 +128,10 @@ class Attached(msgspec.Struct, frozen=True, tag="attached"):
     """The source's end of the pipe is open. First on each stream: they do not wait for another."""
 
     address: _Address
+    address_crc32: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_address(self)
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):

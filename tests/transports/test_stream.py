@@ -194,7 +194,7 @@ def test_no_frame_ends_the_source(pair: Pair, frames: list[bytes]) -> None:
             (msgspec.structs.replace(ATTACH, is_trial=True, num_slots=6),),
             "attach: expected at most Slots(num_slots=5, slot_nbytes=4194304) of a trial",
         ),
-        ((msgspec.structs.replace(ATTACH, address=b"x" * 16385),), None),
+        ((msgspec.structs.replace(ATTACH, address=b"x" * 16385, address_crc32=None),), None),
         ((ATTACH, ATTACH), None),
         ((Credit(tuple(range(8000))),), None),
         ((Expect(b"", b"i", "pp0tp0"),), None),

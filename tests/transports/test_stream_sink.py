@@ -310,6 +310,42 @@ def test_a_connection_whose_attached_is_cut_off_ends_at_both_ends_and_the_next_o
         pair.close()
 
 
+@pytest.mark.parametrize("kind", [zmq.DEALER, zmq.ROUTER], ids=["the sink's", "the source's"])
+@pytest.mark.parametrize("wire", [UCX, NIXL])
+def test_an_address_that_was_damaged_costs_its_connection_alone(
+    monkeypatch: pytest.MonkeyPatch, wire: str, kind: int
+) -> None:
+    """NIXL keeps half of what it cannot read to its end, and then refuses that agent for ever."""
+    damaged: list[bytes] = []
+    at, decode = (1, decode_to_sink) if kind == zmq.ROUTER else (0, decode_to_source)
+
+    def change(frames: list[Any]) -> list[Any]:
+        frame = bytes(frames[at])
+        message = frame and decode(memoryview(frame))
+        if damaged or not isinstance(message, Attach | Attached):
+            return frames
+        damaged.append(frame)
+        place = frame.index(message.address) + len(message.address) // 2
+        changed = frame[:place] + bytes([frame[place] ^ 4]) + frame[place + 1 :]
+        return [*frames[:at], changed, *frames[at + 1 :]]
+
+    change_frames(monkeypatch, change, kind)
+    pair = Pair(msgspec.structs.replace(CONFIG, transport=wire))
+    try:
+        pair.sink.attach(pair.manifest)
+        key = key_of(1)
+        pair.start(key, a_move())
+        end = pair.end(key)
+        assert damaged
+        assert isinstance(end, ReadBroke)
+        assert end.reason is Reason.PEER_LOST
+        pair.until(lambda: not connections_of(pair).all())
+        pair.sink.attach(pair.manifest)
+        load(pair, 2)
+    finally:
+        pair.close()
+
+
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> HeldPieces:
     """What is unpacked by a pair that is made after it."""
