@@ -219,6 +219,7 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
         for _ in range(3):
             name, ref = two.offered()
             load = msgspec.structs.replace(load_of(name, ref, (3, 4)), in_step=in_step)
+            until(lambda: not two.io._is_wanted)  # by the last wake: who borrows would pass it on
             woken.clear()
             said.clear()
             worker.bind_connector_metadata(ConnectorMetadata(loads=(load,)))

@@ -583,7 +583,7 @@ DECODERS = (
         _REFUSED,
         (
             "connector/params.py:parse_params",
-            "connector/params.py:_engine",
+            "connector/params.py:_check_endpoint",
             "connector/params.py:_hex",
         ),
     ),
@@ -758,7 +758,7 @@ NO_INPUT: Mapping[str, str] = {
     "connector/board.py:Board.post": "a nonce that this process has drawn",
     "connector/params.py:make_params": "this engine's own endpoint",
     "connector/records.py:FindOffer.name": "what it has encoded itself",
-    "connector/scheduler_side.py:SchedulerConnector._refusal": "params have been parsed",
+    "connector/scheduler_side.py:SchedulerConnector._look_up": "params have been parsed",
     "engine/group.py:EngineGroup._read_report": "a pipe to its own child",
     "engine/links.py:DriverLink.receive": "a socket to its own child",
     "engine/links.py:RankLink.receive": "a socket to its own parent",
