@@ -56,8 +56,10 @@ NUM_CALM = {Twist.PLAIN: 6, Twist.TOGETHER: 2}
 """Requests from each prefill to each decode engine, before and after the storm. Who is asked early
 must have answered before: these come last.
 """
-REMEMBERED_S = 1.5
-"""A contact that failed is remembered for a second: what failed in the storm fails in the calm."""
+REMEMBERED_S = 3.0
+"""A contact that begins in the storm's last moment fails after its time-out of 1.5 s, and that is
+remembered for a second: until then what failed in the storm fails in the calm.
+"""
 NUM_STALE = 64
 COUNTED = (
     *("requests.loaded", "requests.in_step", "verify.equal", "verify.differing"),
