@@ -121,6 +121,7 @@ def test_other_tokens_are_refused(pair: tuple[Engine, Engine]) -> None:
     assert len(wrong.output_token_ids) == 4  # computed here
     right = sink.request("right", prompt(100), params)
     sink.run_until(lambda: right.status == Status.RUNNING)
+    sink.run_until(lambda: "requests_loaded" in sink.stats)  # told when its first token is out
     assert sink.stats["requests_loaded"][""] == 1
     finish_both(source, sink)
 

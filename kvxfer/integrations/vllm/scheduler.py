@@ -131,7 +131,7 @@ class SchedulerSide:
         self._held: dict[str, _KeptRequest] = {}
         self._num_pinned = 0
         self._has_loaded = False
-        """Loads were part of the step whose output was taken in last."""
+        """Loads were part of the step whose output was taken in last, and tokens come of them."""
         self._calm = Calm()
         self._is_idle = False
         self._was_woken = False
@@ -305,7 +305,7 @@ class SchedulerSide:
             self._details.update(said.details)
             received, near = received.union(said.in_step), said.near
             must_drain, found = said.must_drain, said.found
-            self._has_loaded = bool(said.in_step)
+            self._has_loaded = any(i not in said.failures for i in said.in_step)
         failed = self._failed(received, getattr(output, "failed_recving", None) or set())
         details = {i: self._details.pop(i) for i in failed if i in self._details}
         sent = set(output.finished_sending or ())

@@ -42,7 +42,7 @@ class Calm:
         self._told_s = 0.0
 
     def is_now(self, *, has_loaded: bool) -> bool:
-        """Asked once in each step. ``has_loaded``: loads were part of it."""
+        """Asked once in each step. ``has_loaded``: loads were part of it, and have not failed."""
         if has_loaded:
             if not self._num_left:
                 self._told_s = self._now()

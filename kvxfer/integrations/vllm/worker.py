@@ -73,7 +73,7 @@ class WorkerSide:
         self._said = KvxferWorkerMetadata({})
         self._failed_block_ids: set[int] = set()
         self._has_loaded = False
-        """Loads were part of this step."""
+        """Loads were part of this step, and tokens come of them."""
         self._calm = Calm()
         self._to_tell: list[tuple[KVConnectorStats | None, float, float]] = []
         """What was counted, seconds with a load in flight, and when that was collected."""
@@ -176,7 +176,7 @@ class WorkerSide:
             self._clear_drafts(loads, empty)
         # vLLM knows no end of a load that is part of a step, only blocks of it that are no good.
         in_step = {load.request_id for load in loads if load.in_step}
-        self._has_loaded = bool(in_step)
+        self._has_loaded = bool(in_step - failed.keys())
         self._said = KvxferWorkerMetadata(
             {i: str(report.reason) for i, report in failed.items()},
             {i: report.detail for i, report in failed.items()},
