@@ -573,7 +573,7 @@ class Visitors:
         name = socket.getsockname()
         if socket.family == sockets.AF_UNIX:
             return bool(name == unix_name(self.endpoint))
-        return self.endpoint.endswith(f":{name[1]}")
+        return isinstance(name, tuple) and self.endpoint.endswith(f":{name[1]}")
 
     def _tell_failed(self, fd: int) -> None:
         error, self._failed_with = self._failed_with, 0
@@ -637,4 +637,7 @@ def _stands(fd: int) -> bool:
 
 
 def _address_of(socket: sockets.socket) -> str:
-    return "" if socket.family == sockets.AF_UNIX else str(socket.getpeername()[0])
+    if socket.family == sockets.AF_UNIX:
+        return ""
+    name = socket.getpeername()
+    return str(name[0]) if isinstance(name, tuple) else ""  # a Unix socket has the descriptor now

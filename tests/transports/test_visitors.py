@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -98,6 +99,27 @@ def test_of_a_message_of_many_parts_come_the_first_and_of_others_all(
     long = [message for message in messages if len(message) == MOST_PARTS - 1]
     assert 1 <= len(long) <= 3
     assert [each for each in messages if each not in long] == [[b"honest"], [b"again"]] * 3
+
+
+def test_a_descriptor_that_becomes_a_unix_socket_s_meanwhile_is_nobody_s(
+    router: Socket, visitors: Visitors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ's thread has closed the connection, and made another, between two looks at it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, closing(zmtp.connect(endpoint_of(router))) as peer:
+        peer.sendall(zmtp.frame(b"a word"))
+        assert router.poll(30_000)
+        number = peer.fileno()
+
+        class Reused(socket.socket):
+            def __init__(self, *, fileno: int) -> None:
+                super().__init__(fileno=fileno)
+                os.dup2(ours.fileno(), fileno)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socket", Reused)
+            visitors._enter(number)
+        assert number not in visitors._visitors
 
 
 def test_who_has_gone_does_not_stand_though_nobody_was_told(
