@@ -185,6 +185,13 @@ class DriverEvents:
             self.driver.call("cuEventRecord", event.cuda_event, stream)
         return event
 
+    def wait(self, stream: int, event: StreamEvent) -> None:
+        """What is put on the stream from now on, by its handle, runs behind the event. Raises
+        CudaError.
+        """
+        with self.current:
+            self.driver.call("cuStreamWaitEvent", stream, event.cuda_event, 0)
+
     def _take(self) -> int:
         if self.free:
             return self.free.pop()
@@ -220,8 +227,7 @@ class DriverEvent:
 
     def wait(self, stream: torch.cuda.Stream) -> None:
         """What ``Stream.wait_event`` of PyTorch calls."""
-        with self._events.current:
-            self._events.driver.call("cuStreamWaitEvent", stream.cuda_stream, self.cuda_event, 0)
+        self._events.wait(stream.cuda_stream, self)
 
     def since_s(self, first: Self) -> float:
         """On the GPU's clock, after another of the same timed ones; both are over."""
@@ -243,9 +249,7 @@ class CurrentStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._driver = driver()
-        self._current = self._driver.current(device)
-        self._events = DriverEvents(self._driver, self._current)
+        self._events = DriverEvents(driver(), driver().current(device))
         self._number = device.index or 0
 
     def record(self) -> DriverEvent:
@@ -254,8 +258,7 @@ class CurrentStream:
 
     def wait(self, event: StreamEvent) -> None:
         """What is put there from now on runs behind the event."""
-        with self._current:
-            self._driver.call("cuStreamWaitEvent", self._handle(), event.cuda_event, 0)
+        self._events.wait(self._handle(), event)
 
     def _handle(self) -> int:
         """As Triton asks for it at each launch."""

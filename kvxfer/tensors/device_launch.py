@@ -236,8 +236,7 @@ class GpuLauncher:
         return self._stamps.record(self._handle(stream))
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
-        with self._current:
-            self._driver.call("cuStreamWaitEvent", self._handle(stream), event.cuda_event, 0)
+        self._events.wait(self._handle(stream), event)
 
     def _handle(self, stream: Stream) -> int:
         """The driver's. PyTorch takes 5 us of a cold processor to say, and most have one stream."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from kvxfer.tensors.cuda_driver import CudaError, CurrentContext, Driver, DriverEvents
 
@@ -107,6 +109,8 @@ class EventDriver(Driver):
             arguments[0]._obj.value = self.num_created
         elif name == "cuEventElapsedTime":
             arguments[0]._obj.value = 10.0 * arguments[1] + arguments[2]
+        elif name == "cuStreamWaitEvent":
+            self.calls.append((name, arguments))
         elif not name.startswith("cuCtx"):
             self.calls.append((name, arguments[0]))
 
@@ -129,6 +133,16 @@ def test_an_event_is_recorded_again_when_nobody_asks_for_it_any_more() -> None:
         *[("cuEventRecord", 1), ("cuEventRecord", 2), ("cuEventRecord", 1)],
         ("cuEventSynchronize", 2),
     ]
+
+
+def test_streams_wait_for_an_event_by_their_handles_and_as_pytorch_asks() -> None:
+    driver = EventDriver()
+    events = DriverEvents(driver, CurrentContext(driver, 1))
+    event = events.record(7)
+    events.wait(8, event)
+    event.wait(cast(torch.cuda.Stream, SimpleNamespace(cuda_stream=9)))
+    waits = [arguments for name, arguments in driver.calls if name == "cuStreamWaitEvent"]
+    assert waits == [(8, 1, 0), (9, 1, 0)]
 
 
 def test_only_stamps_have_a_moment() -> None:
