@@ -227,11 +227,9 @@ class SchedulerConnector:
 
     def _look_up(self, endpoint: str) -> Plain | None:
         host = urlsplit(endpoint).hostname or ""
-        return (
-            None
-            if self._config.peer_allowed(host)
-            else Plain(Reason.NOT_ALLOWED, not_admitted(host))
-        )
+        if self._config.peer_allowed(host):
+            return None
+        return Plain(Reason.NOT_ALLOWED, not_admitted(host))
 
     def _want(self, request: RequestLike, source: SourceRef) -> Plain | None:
         reason = self._loads.want(request, source)

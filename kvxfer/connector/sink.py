@@ -484,9 +484,8 @@ class Sink:
             case Progress(_, nbytes):
                 nbytes += run.read_nbytes
                 if nbytes > run.nbytes:
-                    run.progressed_s = now_s = self._io.now()
-                    if load.peer is not None:
-                        load.peer.brought_s[source] = now_s
+                    run.progressed_s = self._io.now()
+                    self._peer(load).brought_s[source] = run.progressed_s
                 run.nbytes = nbytes
             case ReadDone(_, nbytes, certified):
                 run.nbytes = run.read_nbytes = run.read_nbytes + nbytes
@@ -506,9 +505,8 @@ class Sink:
     def _placed(self, load: SinkLoad, source: RankId, *, certified: bool) -> SinkEvent | None:
         """What was read is in its place: what that is to the load, None if it is verified first."""
         run = load.routes[source]
-        load.placed_s = now_s = self._io.now()
-        if load.peer is not None:
-            load.peer.brought_s[source] = now_s
+        load.placed_s = self._io.now()
+        self._peer(load).brought_s[source] = load.placed_s
         is_all = certified or run.asked_tokens == ALL
         if is_all and not isinstance(run.pull.verify, UnsetType):
             self._verify(load, source, run.pull.verify, certified=certified)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -276,6 +276,18 @@ def test_before_attached_nothing_that_cannot_be_read_is_let_pass(
     assert pair.sink.counts["malformed"] == 1
 
 
+def _lose_the_first(pair: Pair, changed: Collection[bytes]) -> TransferKey:
+    """Of a read whose connection ends by what was changed on its way."""
+    pair.sink.attach(pair.manifest)
+    key = key_of(1)
+    pair.start(key, a_move())
+    end = pair.end(key)
+    assert changed
+    assert isinstance(end, ReadBroke)
+    assert end.reason is Reason.PEER_LOST
+    return key
+
+
 @pytest.mark.parametrize("wire", ["zmq", "tcp", UCX, NIXL])
 def test_a_connection_whose_attached_is_cut_off_ends_at_both_ends_and_the_next_one_carries(
     monkeypatch: pytest.MonkeyPatch, wire: str
@@ -294,13 +306,7 @@ def test_a_connection_whose_attached_is_cut_off_ends_at_both_ends_and_the_next_o
     change_frames(monkeypatch, change)
     pair = Pair(msgspec.structs.replace(CONFIG, transport=wire))
     try:
-        pair.sink.attach(pair.manifest)
-        key = key_of(1)
-        pair.start(key, a_move())
-        end = pair.end(key)
-        assert cut
-        assert isinstance(end, ReadBroke)
-        assert end.reason is Reason.PEER_LOST
+        key = _lose_the_first(pair, cut)
         assert PeerGone(pair.manifest.control_endpoint) in pair.seen
         pair.until(lambda: pair.said_kind(SendStopped, key))
         assert not connections_of(pair).all()
@@ -332,13 +338,7 @@ def test_an_address_that_was_damaged_costs_its_connection_alone(
     change_frames(monkeypatch, change, kind)
     pair = Pair(msgspec.structs.replace(CONFIG, transport=wire))
     try:
-        pair.sink.attach(pair.manifest)
-        key = key_of(1)
-        pair.start(key, a_move())
-        end = pair.end(key)
-        assert damaged
-        assert isinstance(end, ReadBroke)
-        assert end.reason is Reason.PEER_LOST
+        _lose_the_first(pair, damaged)
         pair.until(lambda: not connections_of(pair).all())
         pair.sink.attach(pair.manifest)
         load(pair, 2)

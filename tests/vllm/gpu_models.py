@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "index_topk": 512,  # of longer prompts it chooses
     },
 }
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="no Triton"),
+)
+"""Marks of what runs such engines."""
 START_TIMEOUT_S = 200.0  # with what Triton and DeepGEMM compile at the first start
 FIRST_TIMEOUT_S = 240.0  # while kernels are compiled
 NEW_TOKENS = 12

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tests.vllm.cases import Pair, Sources, Tokens, concurrent_prompts, gaps, pr
 from tests.vllm.engines import Connector, Engine
 from tests.vllm.gpu_models import (
     NEW_TOKENS,
+    ON_GPU,
     GpuConfig,
     alone,
     assert_as_alone,
@@ -26,11 +26,7 @@ from tests.vllm.gpu_models import (
     warm_engines,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("triton") is None, reason="no Triton"),
-]
+pytestmark = list(ON_GPU)
 
 TIE = NEAR["bfloat16"]
 PROMPTS = [prompt(num_tokens) for num_tokens in (3, 32, 33, 65, 300, 1100)]

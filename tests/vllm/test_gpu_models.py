@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from tests.vllm.engines import OFFER, Connector
 from tests.vllm.gpu_models import (
     FIRST_TIMEOUT_S,
     NEW_TOKENS,
+    ON_GPU,
     GpuConfig,
     alone,
     assert_as_alone,
@@ -30,11 +30,7 @@ from tests.vllm.gpu_models import (
     warm_engines,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(find_spec("triton") is None, reason="no Triton"),
-]
+pytestmark = list(ON_GPU)
 
 PROMPT_TOKENS = (3, 5, 63, 64, 130, 300, 1100)
 TOLD_AS = {"UniformTypeKVCacheSpecs": "MLAAttentionSpec"}
