@@ -98,7 +98,7 @@ def main() -> int:
             while run.is_due(ends_s - time.monotonic()):
                 run.play(folder)
     print(f"logs: {folder}")
-    if not all(summary.is_clean for run in runs for summary in run.storms):
+    if any(summary.problems() for run in runs for summary in run.storms):
         return 1
     return NOT_ALL if any(run.left for run in runs) else 0
 
@@ -210,11 +210,12 @@ class _Run:
 def _tables(report: Report) -> list[Table]:
     """What went wrong in each storm, and how often each thing has happened in all of them."""
     storms: list[Summary] = report.records["storms"]
-    header = ("seed", "requests", "seconds", "in flight", "at one engine", *BAD)
+    header = ("seed", "requests", "seconds", "in flight", "at one engine", "loaded", *BAD)
     rows = tuple(
         (
             *(str(each.seed), f"{each.num_requests:,}", f"{each.duration_s:,.0f}"),
             *(str(each.in_flight), str(max(each.held.values(), default=0))),
+            f"{each.ends.get('loaded', 0):,}",
             *(str(len(getattr(each, kind))) for kind in BAD),
         )
         for each in storms

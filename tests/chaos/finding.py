@@ -62,9 +62,8 @@ def _by_storms(planted: Planted, folder: Path, first_seed: int) -> tuple[str, st
             settings=planted.settings,
             planted=planted.name,
         )
-        problems = summary.problems()
-        if problems:
-            return f"storm over {planted.wire}, seed {seed}", problems[0]
+        if faults := summary.faults():
+            return f"storm over {planted.wire}, seed {seed}", faults[0]
     return "", ""
 
 
