@@ -59,12 +59,15 @@ of HOST_WIRES, which are about faults, and the conformance test (all of them: 2 
 HOST_WIRES = ["shm", "zmq", UCX, NIXL]
 """Those whose copies take faults."""
 PATIENT: dict[str, Any] = {
-    "connect_timeout_s": 60.0,
+    "connect_timeout_s": 120.0,
     "peer_silent_s": 60.0,
-    "pull_timeout_s": 60.0,
+    "pull_timeout_s": 120.0,
+    "early_wait_s": 120.0,
     "lease_s": 300.0,
 }
-"""Of engines whose tests look at bytes: a machine that stands still for seconds loses no peer."""
+"""Of every engine here, but for what its test is about: a machine that stands still for seconds
+loses no peer, and whose kernels are interpreted beside 20 others is waited for.
+"""
 STUCK_S = 60.0
 """After which an IO thread goes on that nobody has let go."""
 POISON = 0xEE
@@ -73,8 +76,8 @@ DIGEST = b"d" * 32
 Table = tuple[tuple[int, ...], ...]
 
 
-def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Wait for something that the other threads will do."""
+def until(condition: Callable[[], object], timeout_s: float = 240.0) -> None:
+    """Wait for something that the other threads will do; less than a patient engine's lease."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -115,11 +118,7 @@ class Engine:
         than those of the shape. ``before``: called before each rank starts. ``launches_on``: where
         its steps run, if not where the pools are.
         """
-        settings.setdefault("port", 0)
-        if settings.get("transport") == "cuda_ipc" and not HAS_CUDA:
-            # Its kernels are interpreted: trials of a rank take up to 1.7 s alone
-            settings.setdefault("connect_timeout_s", 60.0)
-        self.config = Config(**settings)
+        self.config = Config(**{"port": 0, **PATIENT, **settings})
         self.shape = shape
         self.engine_id = engine_id
         self.incarnation = incarnation or secrets.token_bytes(16)

@@ -444,7 +444,7 @@ def test_the_board_says_so_before_anything_is_freed(
     if ending == "cannot be broken":
         watch_messages(monkeypatch, _fail_at(lambda _: None, 0, Grant))
         monkeypatch.setattr(OfferSession, "step", _fail_at(OfferSession.step, 1, Break))
-    source = prefill(lease_s=0.2 if ending == "expired" else 30.0, keep_s=0.05)
+    source = prefill(lease_s=1.5 if ending == "expired" else 300.0, keep_s=0.05)
     (entry,) = source.manifest.ranks
     assert entry.board is not None
     views.append(BoardView(entry.board))
@@ -461,7 +461,7 @@ def test_the_board_says_so_before_anything_is_freed(
         elif ending == "cannot be broken":
             # The engine, which takes an offer down itself, has ended nothing.
             sink.load("d", ref, range(4), SPAN)
-            until(lambda: not views[0].is_open(nonce), 3)
+            until(lambda: not views[0].is_open(nonce))
             assert source.count("offers.unforeseen") == 2  # the Grant, and the end
             monkeypatch.undo()
         elif ending == "shut down":

@@ -144,7 +144,7 @@ def test_timers_fire_beside_a_flood_of_slow_messages(
     io.after(0.01, lambda: over.append(len(num_read)))
     far.send(b"the first one")
     io.start()
-    until(lambda: over, 60)
+    until(lambda: over)
     assert over[0] < 20
     io.post(lambda: io.unwatch(near))
     io.stop(2)

@@ -36,8 +36,6 @@ from tests.wires import use_sink
 SOURCE = EngineShape(tp_size=2, num_kv_heads=4, block_tokens=16, layout="HND", num_blocks=12)
 SINK = EngineShape(tp_size=1, num_kv_heads=4, block_tokens=24, layout="NHD", num_blocks=10)
 ONE = EngineShape(num_kv_heads=2, num_blocks=8)
-AT_ONCE_S = 15.0
-"""Half of a lease, after which it would come anyway."""
 
 
 @pytest.mark.parametrize("wire", HOST_WIRES)
@@ -52,7 +50,7 @@ def test_an_abort_while_reading_reaches_the_source_at_once(wire: str) -> None:
         until(lambda: sink.count("peers.ready"))
         time.sleep(0.05)
         sink.abort("d")
-        until(lambda: source.sent("p"), AT_ONCE_S)
+        until(lambda: source.sent("p"))
         until(lambda: sink.received("d"))
         assert sink.reasons("d") <= {"cancelled", None}
 
@@ -64,7 +62,7 @@ def test_an_abort_while_asked_ends_the_parked_pull() -> None:
         until(lambda: sink.count("peers.ready"))
         time.sleep(0.05)
         sink.abort("d")
-        until(lambda: source.count("offers.broken"), AT_ONCE_S)
+        until(lambda: source.count("offers.broken"))
         assert sink.received("d")
         assert sink.reasons("d") == {"cancelled"}
 
@@ -99,8 +97,8 @@ def test_200_aborts_give_everything_back() -> None:
             if number % 3:
                 time.sleep(0.0005 * (number % 3))
             sink.abort(f"d{number}")
-        until(lambda: all(sink.received(f"d{number}") for number in range(200)), 10)
-        until(lambda: all(source.sent(f"p{number}") for number in range(200)), 10)
+        until(lambda: all(sink.received(f"d{number}") for number in range(200)))
+        until(lambda: all(source.sent(f"p{number}") for number in range(200)))
         assert not sink.workers[0].has_pending()
         assert not any(worker.has_pending() for worker in source.workers)
 
@@ -183,15 +181,15 @@ ONE_OF_4 = EngineShape(num_kv_heads=4)
 
 def test_a_load_keeps_its_own_lease_on_every_rank() -> None:
     with (
-        Engine(SOURCE, "prefill", fill=1, lease_s=0.3, keep_s=0.1, transport="shm") as source,
+        Engine(SOURCE, "prefill", fill=1, lease_s=1.0, keep_s=0.1, transport="shm") as source,
         Engine(
             EngineShape(tp_size=2, num_kv_heads=4),
             "decode",
             fill=POISON,
-            lease_s=0.3,
+            lease_s=1.0,
             keep_s=0.1,
             transport="shm",
-            faults="read:slow=800ms",
+            faults="read:slow=2500ms",
         ) as sink,
     ):
         ref = source.offer("p", 16, [1])
@@ -204,8 +202,8 @@ def test_a_load_keeps_its_own_lease_on_every_rank() -> None:
 
 def test_a_silent_claimant_loses_its_claim_and_the_others_do_not() -> None:
     with (
-        Engine(ONE, "prefill", fill=1, lease_s=0.4, keep_s=0.1) as source,
-        Engine(ONE, "decode", fill=POISON, lease_s=0.4, keep_s=0.1) as sink,
+        Engine(ONE, "prefill", fill=1, lease_s=2.5, keep_s=0.2) as source,
+        Engine(ONE, "decode", fill=POISON, lease_s=2.5, keep_s=0.2) as sink,
         zmq.Context() as context,
         context.socket(zmq.DEALER) as silent,
     ):
@@ -227,7 +225,7 @@ def test_a_silent_claimant_loses_its_claim_and_the_others_do_not() -> None:
         sink.load("d", ref, [3], (0, 16))
         until(lambda: sink.received("d"))
         assert not source.sent("p")  # claimed by somebody who does not read
-        until(lambda: source.sent("p"), AT_ONCE_S)
+        until(lambda: source.sent("p"))
         counts = source.take_stats().counts
         assert (counts["claims.lost"], counts["offers.done"]) == (1, 1)
         assert silent.poll(30_000)

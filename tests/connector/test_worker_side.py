@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import islice
 
 import msgspec
 import pytest
@@ -102,18 +103,21 @@ def test_a_pull_waits_for_the_ready_event(wire: str) -> None:
 
 def test_small_loads_are_quick_and_orders_never_wait() -> None:
     with Engine(ONE, "prefill", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
-        durations: list[float] = []
-        for number in range(30):
+
+        def duration_s(number: int) -> float:
             ref = source.offer(f"p{number}", 16, [1])
             source.compute(f"p{number}")
             started_s = time.perf_counter()
             sink.load(f"d{number}", ref, [2], (0, 16))
             assert time.perf_counter() - started_s < 10
             assert sink.workers[0].wait_for_activity(30)
-            durations.append(time.perf_counter() - started_s)
+            duration_s = time.perf_counter() - started_s
             assert sink.received(f"d{number}")
-        # About 1 ms when nothing else runs; a poll interval anywhere would show as its multiple.
-        assert sorted(durations)[len(durations) // 4] < 0.02
+            return duration_s
+
+        # About 1 ms when nothing else runs; a poll interval anywhere would be in each of them.
+        quick = (each_s for each_s in map(duration_s, range(1000)) if each_s < 0.02)
+        assert len(list(islice(quick, 8))) == 8
 
 
 def test_an_engine_that_steps_says_where_its_io_thread_stands(
@@ -307,7 +311,7 @@ def test_a_sink_that_shuts_down_gives_its_offers_back() -> None:
             sink.load("d", ref, [3], (0, 16))
             until(lambda: sink.count("peers.ready"))
             time.sleep(0.1)
-        until(lambda: source.sent("p"), 15)
+        until(lambda: source.sent("p"))
         assert sink.received("d")
         assert sink.reasons("d") == {"shutdown"}
 

@@ -176,7 +176,7 @@ def test_a_load_from_a_killed_source_fails_by_name_and_the_sink_goes_on() -> Non
         theirs.close()
         ours.send("first")
         sink.load("d0", ours.recv(), range(4), (0, 64))
-        until(lambda: sink.received("d0"), 20)
+        until(lambda: sink.received("d0"))
         ours.send("p")
         ref = ours.recv()
         with torch.cuda.device(sink.pools[0].tensor.device):
@@ -185,7 +185,7 @@ def test_a_load_from_a_killed_source_fails_by_name_and_the_sink_goes_on() -> Non
         time.sleep(0.03)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
-        until(lambda: sink.received("d"), 10)
+        until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"peer_lost"}
         process.join()
         ours.close()
@@ -214,7 +214,7 @@ def test_a_pull_waits_for_the_step_that_computes_the_offered_tokens() -> None:
         first = source.offer("p0", 64, range(4))
         source.compute("p0")
         sink.load("d0", first, range(4), (0, 64))
-        until(lambda: sink.received("d0"), 20)
+        until(lambda: sink.received("d0"))
         ref = source.offer("p", 64, range(4))
         delay()
         source.pools[0].tensor.fill_(7)  # what the step computes, behind the delay
@@ -240,7 +240,7 @@ def test_a_pull_waits_for_the_last_step_that_writes_its_blocks() -> None:
         delay()
         sink.pools[0].tensor.fill_(9)  # a step that has been launched still writes everywhere
         sink.load("d", ref, range(4), (0, 64))
-        until(lambda: sink.received("d"), 20)
+        until(lambda: sink.received("d"))
         assert sink.reasons("d") == {None}
         torch.cuda.synchronize()
         moved = sink.pools[0].tensor
@@ -257,7 +257,7 @@ def test_a_busy_compute_stream_of_the_sink_holds_no_pull_up() -> None:
         first, ref = (source.offer(name, 64, range(4)) for name in ("p0", "p"))
         source.compute("p0", "p")
         sink.load("d0", first, range(4), (0, 64))
-        until(lambda: sink.received("d0"), 20)
+        until(lambda: sink.received("d0"))
         sink.load("d", ref, range(4), (0, 64))
         delay(10)  # the step in which the load is ordered
         started_s = time.perf_counter()
