@@ -10,6 +10,7 @@ import importlib.util
 import os
 import random
 import tempfile
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,24 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports a kernel
 
 
+def _launch_one_at_a_time() -> None:
+    """Triton's interpreter replaces hundreds of names of its language at a launch, and puts them
+    back at the end: another thread's launch would lose them in its midst.
+    """
+    from triton.runtime import interpreter
+
+    launch, launching = interpreter.GridExecutor.__call__, threading.Lock()
+
+    def launch_alone(*args: Any, **kwargs: Any) -> None:
+        with launching:
+            launch(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launch_alone
+
+
 def _patch_once_a_launch() -> None:
-    """Triton's interpreter replaces hundreds of names of its language at a launch, and again at
-    each call of one kernel by another, where mostly all are replaced already: a fifth of the time.
+    """It replaces them again at each call of one kernel by another, where mostly all are replaced
+    already: a fifth of the time.
     """
     from triton import __version__, language
     from triton.runtime import interpreter
@@ -48,6 +64,7 @@ def _patch_once_a_launch() -> None:
 
 
 if not HAS_CUDA and importlib.util.find_spec("triton"):
+    _launch_one_at_a_time()
     _patch_once_a_launch()
 
 settings.register_profile(

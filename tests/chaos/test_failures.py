@@ -27,7 +27,6 @@ from kvxfer.transfer.wire import Cancel, Reason
 from tests.builders import EngineShape
 from tests.conftest import HAS_CUDA
 from tests.connector.rig import (
-    PATIENT,
     POISON,
     Engine,
     expect_copied,
@@ -140,7 +139,7 @@ def pair(
     **both: Any,
 ) -> Iterator[tuple[Engine, Engine]]:
     """``sink``, ``faults``: of the sink alone."""
-    settings = {**PATIENT, "transport": wire, **both}
+    settings = {"transport": wire, **both}
     with (
         Engine(shapes[0], "prefill", fill=None, **settings) as source,
         Engine(shapes[1], "decode", fill=POISON, faults=faults, **settings | (sink or {})) as taker,
@@ -249,7 +248,7 @@ def test_kv_of_released_blocks_is_not_decoded_from(wire: str) -> None:
 
 def test_bits_that_flip_in_a_header_fail_the_load() -> None:
     """Not one load of these is taken; flips in the KV itself are found by digests alone."""
-    settings: dict[str, Any] = {**PATIENT, "transport": "zmq", "pull_timeout_s": 1.0}
+    settings: dict[str, Any] = {"transport": "zmq", "pull_timeout_s": 1.0}
     faults = "chunk:corrupt_header"
     with (
         Engine(SHAPE, "prefill", fill=None, faults=faults, **settings) as source,

@@ -82,4 +82,4 @@ def parent(temporary: Path) -> Iterator[Parent]:
         yield Parent(process)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0

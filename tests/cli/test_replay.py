@@ -142,7 +142,7 @@ class Scripted:
 def engines(*all_of_them: Scripted) -> Iterator[list[RpcClient]]:
     clients: list[RpcClient] = []
     try:
-        clients += [RpcClient(e.endpoint, connect_timeout_s=30) for e in all_of_them]
+        clients += [RpcClient(e.endpoint, connect_timeout_s=60) for e in all_of_them]
         yield clients
     finally:
         for client in clients:

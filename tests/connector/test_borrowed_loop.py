@@ -167,10 +167,10 @@ def test_it_is_not_lent_while_it_runs_or_has_something_to_run(io: IoThread) -> N
 
     def busy() -> None:
         has_begun.set()
-        assert go.wait(10)
+        assert go.wait(120)
 
     io.post(busy)
-    assert has_begun.wait(10)
+    assert has_begun.wait(120)
     assert not io.borrow()
     go.set()
     asleep(io)

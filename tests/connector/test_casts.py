@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvxfer.transfer.wire import Reason
 from tests.builders import EngineShape, build_memories
 from tests.casts import cast_engine, expect_cast, fill, settle_nans
-from tests.connector.rig import PATIENT, POISON, Engine, until
+from tests.connector.rig import POISON, Engine, until
 from tests.tensors.strided_cases import assert_same_bytes
 
 # NumPy's, in Triton's interpreter, of values that overflow as they should
@@ -74,7 +74,7 @@ KINDS: dict[str, tuple[Type, Type]] = {
 )
 def test_a_load_is_cast(kind: str, transport: str) -> None:
     given, taken = KINDS[kind]
-    settings: dict[str, Any] = {"transport": transport, "allow_cast": True, **PATIENT}
+    settings: dict[str, Any] = {"transport": transport, "allow_cast": True}
     with engines(given, taken, settings, settings) as (source, sink):
         assert load(source, sink) == {None}
         (entry,) = sink.manifest.ranks
@@ -103,7 +103,7 @@ def test_a_load_is_cast(kind: str, transport: str) -> None:
 def test_who_does_not_agree_is_refused_by_name(
     source: dict[str, Any], sink: dict[str, Any], field: str
 ) -> None:
-    sides = ({"transport": "shm", **PATIENT, **each} for each in (source, sink))
+    sides = ({"transport": "shm", **each} for each in (source, sink))
     with engines(BF16, ("float8_e4m3fn", "none"), *sides) as (prefill, decode):
         assert load(prefill, decode) == {Reason.INCOMPATIBLE}
         assert bytes_of(decode, 0)[0].min() == POISON
@@ -111,7 +111,7 @@ def test_who_does_not_agree_is_refused_by_name(
 
 
 def test_equal_types_are_copied_and_verified_as_ever() -> None:
-    settings: dict[str, Any] = {"transport": "shm", "allow_cast": True, **PATIENT}
+    settings: dict[str, Any] = {"transport": "shm", "allow_cast": True}
     kind: Type = ("float8_e4m3fn", "token")
     with engines(kind, kind, settings, {**settings, "verify": "all"}) as (source, sink):
         assert load(source, sink) == {None}

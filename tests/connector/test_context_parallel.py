@@ -15,7 +15,7 @@ from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.manifest import EngineManifest
 from tests.builders import EngineShape, build_manifest
 from tests.conftest import HAS_CUDA
-from tests.connector.rig import PATIENT, POISON, WIRES, Engine, expect_copied, until
+from tests.connector.rig import POISON, WIRES, Engine, expect_copied, until
 from tests.connector.sides import table_of
 
 ONE = EngineShape(
@@ -66,7 +66,7 @@ def test_every_token_comes_from_the_rank_that_keeps_it(pair: str, wire: str) -> 
     given, taken = (
         table_of(shape, SPAN[1], seed)[0] for seed, shape in enumerate((source_shape, sink_shape))
     )
-    settings: dict[str, Any] = {"transport": wire, **PATIENT}
+    settings: dict[str, Any] = {"transport": wire}
     with ExitStack() as stack:
         source = stack.enter_context(Engine(source_shape, "prefill", fill=None, **settings))
         verify = "off" if wire == "cuda_ipc" else "all"

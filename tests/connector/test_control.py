@@ -98,15 +98,15 @@ def test_last_words_are_followed_by_the_end_of_their_connection() -> None:
     def both_are_there() -> None:  # the end is read first: its socket is watched first
         router.visitors.meet()
         has_met.set()
-        assert router.monitor.poll(30_000)
-        assert router.socket.poll(30_000)
+        assert router.monitor.poll(120_000)
+        assert router.socket.poll(120_000)
 
     with closing(zmtp.connect(server.endpoint)) as peer:
         io.post(both_are_there)
-        assert has_met.wait(30)
+        assert has_met.wait(120)
         long = encode(Hello((1, 2), ("a" * 60,) * 20, "decode", b"i" * 16))
         peer.sendall(zmtp.frame(long) + zmtp.frame(encode(Ping())))
-    assert has_ended.wait(30)
+    assert has_ended.wait(120)
     assert told[0][0] == "heard"
     assert set(told[1:]) == {("gone", told[0][1])}
     stats = ledger.take_stats()

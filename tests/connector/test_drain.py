@@ -29,7 +29,7 @@ from kvxfer.transfer.wire import (
 )
 from kvxfer.transports.guard import unix_endpoint
 from tests.builders import EngineShape
-from tests.connector.rig import PATIENT, POISON, Engine, service_of, until
+from tests.connector.rig import POISON, Engine, service_of, until
 from tests.connector.test_scheduler_side import SOURCE, Blocks, Request, connector, step
 
 SHAPE = EngineShape()
@@ -175,7 +175,7 @@ def asking(endpoint: str, *keys: str) -> Iterator[Callable[[], ToSink]]:
 
 
 def test_a_process_of_its_user_drains_an_engine() -> None:
-    with Engine(SHAPE, "prefill", fill=None, transport="shm", **PATIENT) as engine:
+    with Engine(SHAPE, "prefill", fill=None, transport="shm") as engine:
         worker = engine.workers[0]
         engine.offer("r", 40, (1, 2, 3))
         wakes_of = worker.activity_fileno()
@@ -204,7 +204,7 @@ def _is_readable(descriptor: int) -> bool:
 
 
 def test_nobody_drains_an_engine_over_its_port_without_a_key() -> None:
-    with Engine(SHAPE, "prefill", fill=None, transport="shm", **PATIENT) as engine:
+    with Engine(SHAPE, "prefill", fill=None, transport="shm") as engine:
         with asking(engine.endpoint) as ask:
             answer = ask()
             assert isinstance(answer, Malformed)
@@ -219,7 +219,7 @@ def test_its_own_key_drains_an_engine_and_no_other_key_that_is_pinned() -> None:
     )
     keys: dict[str, Any] = {"curve_public_key": own, "curve_secret_key": own_secret}
     keys["curve_server_keys"] = {"prefill": own, "decode": other}
-    with Engine(SHAPE, "prefill", fill=None, transport="shm", **PATIENT, **keys) as engine:
+    with Engine(SHAPE, "prefill", fill=None, transport="shm", **keys) as engine:
         with asking(engine.endpoint, other, other_secret, own) as ask:
             assert isinstance(ask(), Malformed)
         assert not service_of(engine).is_draining
@@ -232,8 +232,8 @@ def test_its_own_key_drains_an_engine_and_no_other_key_that_is_pinned() -> None:
 def test_an_engine_that_drains_serves_its_open_offers_before_it_ends(wire: str) -> None:
     """One that was computed; the one that never will be is not waited for."""
     with (
-        Engine(SHAPE, "prefill", fill=None, transport=wire, **PATIENT) as source,
-        Engine(SHAPE, "decode", fill=POISON, transport=wire, **PATIENT) as sink,
+        Engine(SHAPE, "prefill", fill=None, transport=wire) as source,
+        Engine(SHAPE, "decode", fill=POISON, transport=wire) as sink,
     ):
         worker = source.workers[0]
         ref = source.offer("r", 40, (1, 2, 3))

@@ -22,7 +22,6 @@ from kvxfer.transports.base import TransferKey
 from kvxfer.transports.stream_source import StreamSource
 from tests.builders import EngineShape
 from tests.connector.rig import (
-    PATIENT,
     POISON,
     Engine,
     expect_moved,
@@ -37,7 +36,7 @@ from tests.connector.rig import (
 from tests.connector.sides import Request, Side, table_of
 from tests.wires import pipe_of, use_source
 
-SETTINGS: dict[str, Any] = {**PATIENT, "early_wait_s": 60.0, "load_in_step_s": 0.0}
+SETTINGS: dict[str, Any] = {"load_in_step_s": 0.0}
 SHAPE = EngineShape(num_blocks=24, inner_nbytes=64)
 TWO = EngineShape(num_blocks=24, inner_nbytes=64, tp_size=2)
 PROMPT = tuple(range(100, 180))

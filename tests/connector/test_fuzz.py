@@ -124,7 +124,7 @@ def _answers(socket: zmq.Socket[bytes]) -> list[object]:
     socket.send(encode(Release(last, Consumer(b"fuzz", RankId(0, 0)))))
     answers: list[object] = []
     while True:
-        assert socket.poll(30_000), "the listener is gone"
+        assert socket.poll(120_000), "the listener is gone"
         answer = decode_to_sink(socket.recv())
         if isinstance(answer, Verdict) and answer.offer == last:
             return answers

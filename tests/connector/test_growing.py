@@ -24,7 +24,6 @@ from tests.builders import MAMBA2, EngineShape
 from tests.conftest import HAS_CUDA
 from tests.connector.rig import (
     NIXL,
-    PATIENT,
     POISON,
     UCX,
     WIRES,
@@ -39,7 +38,7 @@ from tests.connector.sides import UNCOMPUTED, first_blocks, table_of
 from tests.oracle import oracle_copy
 from tests.spoken import change_messages
 
-SETTINGS: dict[str, Any] = {**PATIENT, "early_wait_s": 60.0, "chunk_nbytes": 4096}
+SETTINGS: dict[str, Any] = {"chunk_nbytes": 4096}
 LARGE = EngineShape(num_blocks=24, inner_nbytes=128)
 """128 bytes of one head and token: a chunk of 4 KiB has 16 tokens of one region."""
 PAIRS = {

@@ -42,7 +42,7 @@ class Trials:
                     raise ZeroDivisionError
                 costs = super().trial(source, timeout_s).costs
                 trials.has_begun.set()
-                assert trials.go.wait(10)
+                assert trials.go.wait(120)
                 trials.opened.append(Opened())
                 return Trial(costs, held=(trials.opened[-1],))
 
@@ -107,7 +107,7 @@ def test_a_peer_that_is_over_when_its_trial_ends(trials: Trials) -> None:
     trials.go.clear()
     with engines() as (source, sink):
         begin(source, sink)
-        assert trials.has_begun.wait(10)
+        assert trials.has_begun.wait(120)
         source.close()
         until(lambda: sink.received("d"))
         assert sink.reasons("d") <= {"peer_lost", "shutdown"}
@@ -120,7 +120,7 @@ def test_a_rank_that_is_shut_down_before_its_trial_ends(trials: Trials) -> None:
     trials.go.clear()
     with engines() as (source, sink):
         begin(source, sink)
-        assert trials.has_begun.wait(10)
+        assert trials.has_begun.wait(120)
         sink.close()
         trials.go.set()
         until(trials.all_closed)

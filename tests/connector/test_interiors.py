@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.transfer.layout import Interior
 from tests.builders import EngineShape
-from tests.connector.rig import PATIENT, POISON, WIRES, Engine, Table, expect_moved, until
+from tests.connector.rig import POISON, WIRES, Engine, Table, expect_moved, until
 
 Spans = dict[int, tuple[int, int]]
 
@@ -85,8 +85,8 @@ CASES = {
 def test_opaque_blocks_are_moved_whole(name: str, wire: str) -> None:
     case = CASES[name]
     with (
-        Engine(case.source, "prefill", fill=None, transport=wire, **PATIENT) as source,
-        Engine(case.sink, "decode", fill=POISON, transport=wire, **PATIENT) as sink,
+        Engine(case.source, "prefill", fill=None, transport=wire) as source,
+        Engine(case.sink, "decode", fill=POISON, transport=wire) as sink,
     ):
         given, taken = load(source, sink, case.offered, case.span, case.dropped)
         assert sink.reasons("d of p") == {None}
@@ -97,8 +97,8 @@ def test_opaque_blocks_are_moved_whole(name: str, wire: str) -> None:
 @pytest.mark.parametrize("lo", [1, 8, 17])  # 8: where a kernel block ends
 def test_a_start_within_an_opaque_block_fails_the_load_by_name(lo: int, wire: str) -> None:
     with (
-        Engine(OPAQUE, "prefill", fill=None, transport=wire, **PATIENT) as source,
-        Engine(OPAQUE, "decode", fill=POISON, transport=wire, **PATIENT) as sink,
+        Engine(OPAQUE, "prefill", fill=None, transport=wire) as source,
+        Engine(OPAQUE, "decode", fill=POISON, transport=wire) as sink,
     ):
         load(source, sink, 40, (lo, 39))
         assert sink.reasons("d of p") == {"plan"}
@@ -130,8 +130,8 @@ def test_a_start_within_an_opaque_block_fails_the_load_by_name(lo: int, wire: st
 def test_unequal_opaque_sides_are_refused_by_name(other: EngineShape, says: str, wire: str) -> None:
     facts = {"head_size": 2}
     with (
-        Engine(OPAQUE, "prefill", fill=None, transport=wire, **PATIENT, facts=facts) as source,
-        Engine(other, "decode", fill=POISON, transport=wire, **PATIENT, facts=facts) as sink,
+        Engine(OPAQUE, "prefill", fill=None, transport=wire, facts=facts) as source,
+        Engine(other, "decode", fill=POISON, transport=wire, facts=facts) as sink,
     ):
         ref = source.offer("p", 40, range(3))
         source.compute("p")
@@ -158,8 +158,8 @@ CHANNELS = {
 def test_channels_apart_arrive(name: str, span: tuple[int, int], wire: str) -> None:
     given, taken = CHANNELS[name]
     with (
-        Engine(given, "prefill", fill=None, transport=wire, **PATIENT) as source,
-        Engine(taken, "decode", fill=POISON, transport=wire, **PATIENT) as sink,
+        Engine(given, "prefill", fill=None, transport=wire) as source,
+        Engine(taken, "decode", fill=POISON, transport=wire) as sink,
     ):
         ids = load(source, sink, 101, span)
         assert sink.reasons("d of p") == {None}
@@ -169,10 +169,8 @@ def test_channels_apart_arrive(name: str, span: tuple[int, int], wire: str) -> N
 @pytest.mark.parametrize("wire", WIRES)
 def test_channels_of_other_sizes_are_refused_by_name(wire: str) -> None:
     with (
-        Engine(TURNED, "prefill", fill=None, transport=wire, **PATIENT) as source,
-        Engine(
-            replace(TURNED, channel_nbytes=2), "decode", fill=POISON, transport=wire, **PATIENT
-        ) as sink,
+        Engine(TURNED, "prefill", fill=None, transport=wire) as source,
+        Engine(replace(TURNED, channel_nbytes=2), "decode", fill=POISON, transport=wire) as sink,
     ):
         load(source, sink, 40, (0, 39))
         assert sink.reasons("d of p") == {"incompatible"}

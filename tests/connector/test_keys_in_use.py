@@ -23,7 +23,7 @@ from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports.key_folder import STEPS, USE, make_keys, read_keys, rotate_keys, short
 from tests.builders import EngineShape
-from tests.connector.rig import NIXL, PATIENT, POISON, UCX, Engine, until
+from tests.connector.rig import NIXL, POISON, UCX, Engine, until
 from tests.far_peers import use_tcp
 from tests.helpers import free_port
 from tests.wiretap import Wiretap
@@ -75,7 +75,7 @@ def test_what_can_be_read_on_the_network(
     """KV, offers, digests of tokens and names. UCX and NIXL carry payloads on connections of their
     own, beside ZeroMQ.
     """
-    common: dict[str, Any] = {"transport": wire, **PATIENT, "trust_network": True}
+    common: dict[str, Any] = {"transport": wire, "trust_network": True}
     if has_keys:
         common["curve_keys_dir"] = str(folder)
     with (
@@ -117,7 +117,6 @@ class Host:
         fill = 1 if self.name.startswith("prefill") else POISON
         settings: dict[str, Any] = {
             "transport": "zmq",
-            **PATIENT,
             "curve_keys_dir": str(self.folder),
         }
         self.engine = Engine(ONE, self.name, fill=fill, **settings)
@@ -169,7 +168,7 @@ def test_ranks_of_one_engine_may_have_started_with_both_keys(folder: Path) -> No
         for step in STEPS[:2] if rank.tp else ():
             rotate_keys(folder, step)
 
-    common: dict[str, Any] = {"transport": "zmq", **PATIENT, "curve_keys_dir": str(folder)}
+    common: dict[str, Any] = {"transport": "zmq", "curve_keys_dir": str(folder)}
     with (
         Engine(EngineShape(tp_size=2), "prefill", fill=1, before=rotate, **common) as source,
         Engine(ONE, "decode", fill=POISON, **common) as sink,
@@ -180,7 +179,7 @@ def test_ranks_of_one_engine_may_have_started_with_both_keys(folder: Path) -> No
 
 def test_loads_of_an_engine_that_started_anew_do_not_wait_for_its_old_key(folder: Path) -> None:
     """A load whose params name the old key still tries to connect when the engine is back."""
-    common: dict[str, Any] = {"transport": "zmq", **PATIENT, "curve_keys_dir": str(folder)}
+    common: dict[str, Any] = {"transport": "zmq", "curve_keys_dir": str(folder)}
     port = free_port()
     with Engine(ONE, "decode", fill=POISON, **common) as sink:
         before = SourceRef(

@@ -66,7 +66,7 @@ def test_offers_of_an_engine_that_was_just_refused_are_given_back_too() -> None:
             until(lambda name=name: sink.received(name))  # type: ignore[misc]
             assert sink.reasons(name) == {"incompatible"}
             sink.unhold(name, ref)  # as the scheduler side does after a failed load
-        until(lambda: source.sent("first") and source.sent("second"), timeout_s=8.0)
+        until(lambda: source.sent("first") and source.sent("second"))
 
 
 def test_params_of_an_engine_whose_place_another_has_taken_are_of_another_life() -> None:

@@ -15,7 +15,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from tests.builders import EngineShape
-from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, until
+from tests.connector.rig import POISON, Engine, expect_copied, until
 from tests.helpers import free_port, held_ports
 from tests.machine import RDMA, put
 
@@ -51,7 +51,7 @@ def numbers(held: list[socket.socket]) -> list[int]:
 
 def engine(shape: EngineShape, engine_id: str, **settings: Any) -> Engine:
     fill = None if engine_id == "source" else POISON
-    return Engine(shape, engine_id, fill=fill, **PATIENT, transport="zmq", **settings)
+    return Engine(shape, engine_id, fill=fill, transport="zmq", **settings)
 
 
 def load(source: Engine, sink: Engine) -> None:

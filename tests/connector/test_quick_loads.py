@@ -36,7 +36,6 @@ from kvxfer.transports.base import DirectSink, SinkTransport
 from tests.builders import EngineShape, build_manifest
 from tests.connector.rig import (
     DIGEST,
-    PATIENT,
     POISON,
     Engine,
     expect_copied,
@@ -171,7 +170,6 @@ def load_of(name: str, source: SourceRef, ids: tuple[int, ...]) -> NewLoad:
 
 
 def engines(wire: str = "cuda_ipc", shape: EngineShape = SHAPE, **settings: Any) -> Any:
-    settings = PATIENT | settings
     return (
         Engine(shape, "prefill", fill=None, transport=wire, **settings),
         Engine(SHAPE, "decode", fill=POISON, transport=wire, **settings),
@@ -293,7 +291,7 @@ def test_the_io_thread_begins_what_copies_or_sends(watch: Watch, wire: str) -> N
 
 def test_the_io_thread_begins_loads_of_many_ids(watch: Watch) -> None:
     shape = EngineShape(num_kv_heads=1, num_layers=1, block_tokens=1, num_blocks=QUICK_IDS + 2)
-    settings: dict[str, Any] = {"transport": "cuda_ipc", **PATIENT}
+    settings: dict[str, Any] = {"transport": "cuda_ipc"}
     with (
         Engine(shape, "prefill", fill=None, **settings) as source,
         Engine(shape, "decode", fill=POISON, **settings) as sink,
@@ -449,7 +447,7 @@ def test_a_load_that_cannot_begin_is_reported(watch: Watch) -> None:
 
 
 def test_engines_that_die_meanwhile(watch: Watch) -> None:
-    source, sink = engines(peer_silent_s=3.0, connect_timeout_s=5.0, pull_timeout_s=10.0)
+    source, sink = engines(peer_silent_s=3.0)
     with sink:
         with source:
             two = Two(source, sink)

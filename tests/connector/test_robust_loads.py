@@ -86,7 +86,7 @@ def test_repeated_grants_are_no_progress() -> None:
         until(lambda: sink.count("peers.ready"))
         service, peer = service_of(sink), only_peer_of(sink)
         grant = Grant(ref.offer, Consumer(sink.incarnation, RankId(0, 0)), ((0, 1, 2, 3),))
-        deadline_s = time.monotonic() + 15.0
+        deadline_s = time.monotonic() + 120.0
         while not source.sent("p"):  # given back when the deadline has passed
             assert time.monotonic() < deadline_s, "the deadline does not come"
             service.io.post(lambda: service.sink.on_message(peer, RankId(0, 0), grant))
@@ -235,11 +235,11 @@ def test_keeps_of_many_offers_come_in_slices_and_go_on_after_a_failure(
 
     watch_messages(monkeypatch, record)
     with (
-        Engine(ONE, "prefill", fill=1, lease_s=1.5, keep_s=0.5) as source,
+        Engine(ONE, "prefill", fill=1, lease_s=3.0, keep_s=0.5) as source,
         Engine(
             *(ONE, "decode"),
             fill=POISON,
-            lease_s=1.5,
+            lease_s=3.0,
             keep_s=0.5,
             control_max_nbytes=most * OFFER_NBYTES,
         ) as sink,
@@ -247,12 +247,12 @@ def test_keeps_of_many_offers_come_in_slices_and_go_on_after_a_failure(
         for number in range(num_offers):
             sink.hold(f"d{number}", _offered(source, f"p{number}"))
         sink.expected_io_errors = 1
-        time.sleep(2.0)  # more than the lease, and three rounds
+        time.sleep(3.5)  # more than the lease
+        until(lambda: len(sizes) > num_offers + 3)  # and a whole round
         assert not any(source.sent(f"p{number}") for number in range(num_offers))
         # The one behind those of the holds failed, and ended its round
         each_as_held, in_slices = sizes[:num_offers], sizes[num_offers + 1 :]
         assert each_as_held == [1] * num_offers
-        assert len(in_slices) >= 3
         assert in_slices == ([10, 10, 3] * len(in_slices))[: len(in_slices)]  # maybe amid a round
 
 

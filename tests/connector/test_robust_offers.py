@@ -62,7 +62,7 @@ def _dealer(engine: Engine, **options: int) -> Iterator[zmq.Socket[bytes]]:
 
 
 def _answer(socket: zmq.Socket[bytes]) -> ToSink:
-    assert socket.poll(30_000), "no answer"
+    assert socket.poll(120_000), "no answer"
     return decode_to_sink(socket.recv())
 
 

@@ -21,7 +21,7 @@ from kvxfer.transfer.tokens import token_digest
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import Reason
 from tests.builders import DELTA_NET, MAMBA1, MAMBA2, EngineShape, build_manifest, identity_of
-from tests.connector.rig import PATIENT, POISON, WIRES, Engine, Table, expect_moved, until
+from tests.connector.rig import POISON, WIRES, Engine, Table, expect_moved, until
 from tests.connector.sides import table_of
 from tests.connector.test_scheduler_side import PROMPT, SOURCE, Request, step
 
@@ -55,7 +55,6 @@ def tables(source: Engine, sink: Engine) -> tuple[Table, Table]:
 def engines(
     stack: ExitStack, source: EngineShape, sink: EngineShape, **settings: Any
 ) -> tuple[Engine, Engine]:
-    settings = {**PATIENT, **settings}
     shapes = [replace(shape, num_blocks=24) for shape in (source, sink)]
     given = stack.enter_context(Engine(shapes[0], "prefill", fill=None, **settings))
     return given, stack.enter_context(Engine(shapes[1], "decode", fill=POISON, **settings))

@@ -24,7 +24,7 @@ from kvxfer.transports.base import TransferKey
 from kvxfer.transports.copy_thread import CopyJob
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
-from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, until
+from tests.connector.rig import POISON, Engine, expect_copied, until
 from tests.copies import HeldPieces
 from tests.wires import run_pieces, use_sink
 
@@ -148,8 +148,8 @@ def test_a_source_that_is_gone_is_forgotten(boards: list[Board]) -> None:
 
 def engines(wire: str, shape: EngineShape = ONE, **more: Any) -> tuple[Engine, Engine]:
     return (
-        Engine(TWO, "prefill", fill=None, transport=wire, **PATIENT),
-        Engine(shape, "decode", fill=POISON, transport=wire, **{**PATIENT, **more}),
+        Engine(TWO, "prefill", fill=None, transport=wire),
+        Engine(shape, "decode", fill=POISON, transport=wire, **more),
     )
 
 

@@ -47,7 +47,7 @@ def test_the_current_config_ends_with_its_context() -> None:
         elsewhere: list[str] = []
         thread = threading.Thread(target=lambda: elsewhere.append(get_kv_connector_cache_layout()))
         thread.start()
-        thread.join(10)
+        thread.join(120)
         assert elsewhere == ["NHD"]
     assert get_kv_connector_cache_layout() == "NHD"
 

@@ -28,7 +28,7 @@ from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
 from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_packing import ChunkJob
 from tests.builders import EngineShape
-from tests.connector.rig import NIXL, PATIENT, POISON, UCX, Engine, expect_copied, until
+from tests.connector.rig import NIXL, POISON, UCX, Engine, expect_copied, until
 from tests.copies import is_unpack
 from tests.spoken import change_messages, watch_messages
 from tests.transports.host_gpu import gpu_of
@@ -50,7 +50,7 @@ def engines(
     transport: str, verify: str, shape: EngineShape = TWO, **more: Any
 ) -> Iterator[tuple[Engine, Engine]]:
     """``shape``: of the source; the sink has the other one."""
-    settings = {"transport": transport, **PATIENT, **more}
+    settings = {"transport": transport, **more}
     other = ONE if shape is TWO else TWO
     with (
         Engine(shape, "prefill", fill=None, **settings) as source,
@@ -131,7 +131,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_layouts_agree_and_other_digests_are_corrupt(name: str, transport: str) -> None:
     """Latents, packed planes, channels, windows, opaque blocks, kernel blocks; on two wires."""
     shapes = [EngineShape(**each) for each in LAYOUTS[name]]
-    settings: dict[str, Any] = {"transport": transport, **PATIENT}
+    settings: dict[str, Any] = {"transport": transport}
     num_tokens, ids = 90, tuple(range(1, 7))
     with (
         Engine(shapes[0], "prefill", fill=None, **settings) as source,
@@ -333,7 +333,7 @@ def test_without_the_setting_nothing_is_asked_or_made(monkeypatch: pytest.Monkey
 
 
 def test_an_older_source_is_read_unverified(caplog: pytest.LogCaptureFixture) -> None:
-    settings: dict[str, Any] = {"transport": "shm", **PATIENT}
+    settings: dict[str, Any] = {"transport": "shm"}
     with (
         Engine(TWO, "prefill", fill=None, announce=False, **settings) as source,
         Engine(ONE, "decode", fill=POISON, verify="all", **settings) as sink,

@@ -250,7 +250,7 @@ def test_an_order_to_drain_ends_with_its_life(monkeypatch: pytest.MonkeyPatch) -
         os.eventfd_read(orders.drain_fileno)
     ours.send_bytes(STOP)
     assert orders.next() is None
-    assert has_ended.wait(30)
+    assert has_ended.wait(120)
     for pipe in (ours, theirs):
         pipe.close()
     for fileno in (orders.fileno, orders.drain_fileno):

@@ -20,7 +20,7 @@ import zmq
 
 from kvxfer.connector.records import SourceRef
 from tests.builders import EngineShape
-from tests.connector.rig import PATIENT, POISON, Engine, until
+from tests.connector.rig import POISON, Engine, until
 from tests.far_peers import count_as_far, use_tcp
 from tests.hostile.cases import Fate, Target, attack_by_number
 
@@ -108,7 +108,7 @@ def honest_pair(*, has_keys: bool = False, wire: str = "zmq", **settings: Any) -
         stolen = (takes, takes_secret, gives)
     with ExitStack() as stack:
         stack.enter_context(over_tcp())
-        common: dict[str, Any] = {"transport": wire, **PATIENT}
+        common: dict[str, Any] = {"transport": wire}
         if wire == "tcp":
             common["zmq_streams"] = 2
         source = stack.enter_context(

@@ -21,7 +21,7 @@ from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.transfer.manifest import EngineManifest, MemfdHandle
 from kvxfer.transfer.wire import Manifest, encode
 from tests.builders import EngineShape
-from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, service_of, until
+from tests.connector.rig import POISON, Engine, expect_copied, service_of, until
 
 SHAPE = EngineShape()
 replace = msgspec.structs.replace
@@ -100,7 +100,7 @@ LIES = (
 def honest() -> Iterator[tuple[Engine, Engine]]:
     with (
         Engine(SHAPE, "honest", fill=None, transport="shm") as source,
-        Engine(SHAPE, "decode", fill=POISON, transport="shm", **PATIENT) as sink,
+        Engine(SHAPE, "decode", fill=POISON, transport="shm") as sink,
     ):
         assert _reason(source, sink, _offer(source, "first"), "first") is None
         yield source, sink

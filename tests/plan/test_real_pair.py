@@ -28,7 +28,7 @@ from kvxfer.transports.stream_source import StreamSource
 from tests.builders import EngineShape
 from tests.connector import rig
 from tests.connector.conftest import stand_in_for_gpus  # noqa: F401  # autouse
-from tests.connector.rig import PATIENT, Engine, Table, until
+from tests.connector.rig import Engine, Table, until
 from tests.wires import pipe_of, run_pieces, use_sink, use_source
 
 NUM_TOKENS = 300
@@ -61,14 +61,13 @@ def engines(
     )
     can_leave = sink.engine == "kvxfer" or not sink.prefix_caching
     with (
-        Engine(shape_of(given), "source", fill=None, transport=wire, **PATIENT) as giver,
+        Engine(shape_of(given), "source", fill=None, transport=wire) as giver,
         Engine(
             shape_of(taken),
             "sink",
             fill=0xEE,
             transport=wire,
             can_leave_unhashed=can_leave,
-            **PATIENT,
         ) as taker,
     ):
         yield giver, taker

@@ -548,7 +548,7 @@ def run_both(
     prefill._handed.send(("an older segment", prefill_part.jobs[0], {}, False))
     with ThreadPoolExecutor(1) as pool:
         decoding = pool.submit(decode.run, decode_part)
-        return prefill.run(prefill_part), decoding.result(20)
+        return prefill.run(prefill_part), decoding.result(120)
 
 
 def test_each_request_goes_from_prefill_to_decode(hosts: tuple[Host, Host]) -> None:

@@ -187,7 +187,7 @@ def test_events_wait_in_a_thread_that_has_no_context() -> None:
 
     thread = threading.Thread(target=wait, args=(event,))
     thread.start()
-    thread.join(20)
+    thread.join(120)
     assert found == [True]
     del event  # destroyed wherever the last reference goes
 

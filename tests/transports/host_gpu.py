@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -121,22 +119,9 @@ def sink_without_gpu(
     return CudaIpcSink(memory, config, copy_thread, wake, context, gpu_of(memory))
 
 
-_interpreting = threading.Lock()
-
-
-def alone(launch: Callable[..., object]) -> Callable[..., object]:
-    """Triton's interpreter is for one thread at a time: it changes the language's own functions."""
-
-    def launch_alone(*arguments: Any) -> object:
-        with _interpreting:
-            return launch(*arguments)
-
-    return launch_alone
-
-
 def serve_without_gpu() -> None:
     """In this process, ``cuda_ipc`` takes what stands in."""
     registry.SOURCES["cuda_ipc"] = source_without_gpu
     registry.SINKS["cuda_ipc"] = sink_without_gpu
     if not HAS_CUDA:
-        vars(device_launch).update(launch_copy=alone(launch_copy), launch_cast=alone(launch_cast))
+        vars(device_launch).update(launch_copy=launch_copy, launch_cast=launch_cast)

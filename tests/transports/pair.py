@@ -146,7 +146,7 @@ class Pair:
         except BlockingIOError:
             return 0
 
-    def until(self, wanted: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    def until(self, wanted: Callable[[], bool], timeout_s: float = 120.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not wanted():
             assert time.monotonic() < deadline_s, (self.said[-5:], self.seen[-5:])
@@ -156,7 +156,7 @@ class Pair:
     def said_kind(self, kind: type[SourceCompletion], key: TransferKey) -> bool:
         return any(isinstance(c, kind) and c.key == key for c in self.said)
 
-    def end(self, key: TransferKey, timeout_s: float = 30.0) -> SinkCompletion:
+    def end(self, key: TransferKey, timeout_s: float = 120.0) -> SinkCompletion:
         """The one end of a read."""
 
         def ends() -> list[SinkCompletion]:
@@ -166,7 +166,7 @@ class Pair:
         assert len(ends()) == 1
         return ends()[0]
 
-    def trial(self, timeout_s: float = 30.0) -> Trial:
+    def trial(self, timeout_s: float = 120.0) -> Trial:
         """The sink's, beside the source's loop. Raises TransportUnavailable."""
         results: list[Trial | TransportUnavailable] = []
 

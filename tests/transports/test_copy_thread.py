@@ -47,12 +47,12 @@ class Stage:
 
         def pieces() -> Iterator[None]:
             entered.set()
-            assert self.opened.wait(10)
+            assert self.opened.wait(120)
             yield
 
         job = PiecesJob("gate", pieces(), lambda job: self.end("gate", job))
         self.thread.submit(job)
-        assert entered.wait(10)
+        assert entered.wait(120)
         return job
 
     def end(self, lane: str, job: CopyJob) -> None:
@@ -62,7 +62,7 @@ class Stage:
 
     def wait(self, num_ends: int) -> None:
         for _ in range(num_ends):
-            assert self.ended.acquire(timeout=10)
+            assert self.ended.acquire(timeout=120)
 
 
 @pytest.fixture
@@ -313,6 +313,6 @@ def test_others_run_between_copies_that_follow_each_other(
         thread.submit(job)
     stage.opened.set()
     for _ in range(num_jobs + 1):
-        assert stage.ended.acquire(timeout=10)
+        assert stage.ended.acquire(timeout=120)
     thread.close()
     assert clock.slept_at_s == pytest.approx(slept_at_s)

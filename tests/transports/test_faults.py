@@ -221,6 +221,6 @@ def _send_until_dead() -> None:
 def test_source_kills_itself_in_mid_transfer() -> None:
     process = get_context("forkserver").Process(target=_send_until_dead)
     process.start()
-    process.join(30)
+    process.join(120)
     assert process.exitcode == -signal.SIGKILL
     process.close()

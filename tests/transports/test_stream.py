@@ -123,7 +123,7 @@ def test_a_source_is_not_idle_while_it_fills_the_slot_of_a_trial_that_has_gone(
     source, gate = pair.source, threading.Event()
 
     def hold() -> Iterator[None]:
-        gate.wait(10)
+        gate.wait(120)
         yield
 
     pair.copy_thread.submit(PiecesJob("gate", hold(), lambda job: None))
@@ -232,7 +232,7 @@ def test_source_counts_what_makes_no_sense(
             dealer.send(encode(message))
         pair.until(lambda: pair.source.counts["malformed"] == 1)
         if refusal is not None:
-            assert dealer.poll(30_000)
+            assert dealer.poll(120_000)
             answer = decode_to_sink(memoryview(dealer.recv()))
             assert isinstance(answer, Refused)
             assert refusal in answer.detail
@@ -327,7 +327,7 @@ def test_staging_of_all_sinks_is_bounded(wide: Pair) -> None:
         assert pair.source.counts["too_much_staging"] == 1
         for number, sentence in ((0, b"idle"), (3, b"expected staging of at most 4294967296")):
             last = b""
-            assert dealers[number].poll(30_000)
+            assert dealers[number].poll(120_000)
             while dealers[number].poll(50):
                 last = dealers[number].recv_multipart()[0]
             assert sentence in last

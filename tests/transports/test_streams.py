@@ -527,7 +527,7 @@ def test_jobs_go_to_the_thread_that_has_fewest_and_can_be_cancelled_there() -> N
         __slots__ = ()
 
         def run(self) -> bool:
-            gate.wait(10)
+            gate.wait(120)
             return False
 
         def on_end(self) -> None:

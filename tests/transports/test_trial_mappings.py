@@ -152,7 +152,7 @@ def test_whatever_is_mapped_at_the_end_is_unmapped() -> None:
     stage = Stage()
     stage.sink.attach(stage.source)
     go = threading.Event()
-    busy = PiecesJob("other work", iter(lambda: go.wait(10), True), lambda job: None)
+    busy = PiecesJob("other work", iter(lambda: go.wait(120), True), lambda job: None)
     stage.pair.copy_thread.submit(busy)
     threading.Timer(0.1, go.set).start()
     stage.pair.close()

@@ -84,7 +84,7 @@ class Ends:
         """Its number, as the sink's address says it."""
         return msgspec.msgpack.decode(self.sink.address, type=SinkAddress).connection
 
-    def until(self, wanted: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    def until(self, wanted: Callable[[], Any], timeout_s: float = 120.0) -> Any:
         deadline_s = time.monotonic() + timeout_s
         while not (found := wanted()):
             assert time.monotonic() < deadline_s, "waited in vain"
@@ -606,7 +606,7 @@ def _early_survivor(channel: Connection) -> None:
 
 @needs_ucxx
 def test_a_source_that_dies_before_the_sink_knows_it() -> None:
-    run_pair(_early_victim, _early_survivor, exit_codes=(-9, 0), timeout_s=30)
+    run_pair(_early_victim, _early_survivor, exit_codes=(-9, 0), timeout_s=120)
 
 
 def _asks_and_waits(channel: Connection) -> None:
@@ -652,7 +652,7 @@ def _drive_for(pipe: UcxPipe, time_s: float) -> None:
 
 @needs_ucxx
 def test_a_sink_survives_the_death_of_a_source_that_has_asked_for_a_connection() -> None:
-    run_pair(_asks_and_waits, _connects_to_the_dead, exit_codes=(-9, 0), timeout_s=30)
+    run_pair(_asks_and_waits, _connects_to_the_dead, exit_codes=(-9, 0), timeout_s=120)
 
 
 def _stops(channel: Connection) -> None:
@@ -693,4 +693,4 @@ def _closes_beside_a_stopped_peer(channel: Connection) -> None:
 
 @needs_ucxx
 def test_close_does_not_wait_for_a_stopped_peer() -> None:
-    run_pair(_stops, _closes_beside_a_stopped_peer, timeout_s=30)
+    run_pair(_stops, _closes_beside_a_stopped_peer, timeout_s=120)

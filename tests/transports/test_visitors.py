@@ -108,7 +108,7 @@ def test_a_descriptor_that_becomes_a_unix_socket_s_meanwhile_is_nobody_s(
     ours, theirs = socket.socketpair()
     with ours, theirs, closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"a word"))
-        assert router.poll(30_000)
+        assert router.poll(120_000)
         number = peer.fileno()
 
         class Reused(socket.socket):
@@ -127,7 +127,7 @@ def test_who_has_gone_does_not_stand_though_nobody_was_told(
 ) -> None:
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"a word"))
-        assert router.poll(30_000)
+        assert router.poll(120_000)
         ((name, _),) = inbox.receive()
         assert visitors.stands(name.bytes)
     until_s = time.monotonic() + 30.0
@@ -202,13 +202,13 @@ def test_who_has_the_descriptor_of_one_that_has_ended_is_not_taken_for_it(
 ) -> None:
     """Its message may be read before what the monitor says of both."""
     with closing(zmtp.connect(endpoint_of(router))):
-        assert visitors.monitor.poll(30_000)
+        assert visitors.monitor.poll(120_000)
         visitors.meet()
     time.sleep(0.2)
     for _ in range(2):
         with closing(zmtp.connect(endpoint_of(router))) as peer:
             peer.sendall(zmtp.frame(b"x"))
-            assert router.poll(30_000)
+            assert router.poll(120_000)
             ((name, _),) = inbox.receive()
             visitors.meet()
             assert visitors.take_gone() == []
@@ -225,7 +225,7 @@ def test_who_came_behind_many_others_is_not_taken_for_gone(
         socket.create_connection(("127.0.0.1", int(endpoint_of(router).rsplit(":")[-1]))).close()
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x"))
-        assert router.poll(30_000)
+        assert router.poll(120_000)
         assert len(turn(inbox)) == 1
         while not visitors.meet():
             pass
@@ -240,12 +240,12 @@ def test_who_was_unsure_is_known_when_he_speaks_again(
     """His second message is what has the rest of the events read."""
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x"))
-        assert router.poll(30_000)
+        assert router.poll(120_000)
         with monkeypatch.context() as patch:
             patch.setattr(visitors, "meet", lambda: False)
             assert len(turn(inbox)) == 1
         peer.sendall(zmtp.frame(b"again"))
-        assert router.poll(30_000)
+        assert router.poll(120_000)
         assert len(turn(inbox)) == 1
         assert visitors.take_gone() == []
         (fd,) = visitors._visitors
@@ -268,7 +268,7 @@ def test_what_was_not_read_is_counted_to_the_byte(
     monkeypatch.setattr(visitors_module, "TURN_S", 60.0)  # what is thrown away goes in one turn
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x"))
-        assert router.poll(30_000)
+        assert router.poll(120_000)
         ((_, frame),) = inbox.receive()
         backlog = Backlog(int(frame.get(zmq.SRCFD)))
         backlog.heard([frame])
@@ -279,7 +279,7 @@ def test_what_was_not_read_is_counted_to_the_byte(
 
         def read(number: int) -> None:
             while number:
-                assert router.poll(30_000)
+                assert router.poll(120_000)
                 for frames in inbox.receive():
                     backlog.heard(frames[1:])
                     number -= 1
@@ -313,7 +313,7 @@ class LateMonitor:
     def hear(self, kind: int) -> None:
         """Up to an event of this kind."""
         while not self._heard or EVENT.unpack(self._heard[-1][0])[0] != kind:
-            assert self._said.poll(30_000)
+            assert self._said.poll(120_000)
             self._heard.append(self._said.recv_multipart())
 
     def tell(self) -> None:
@@ -337,7 +337,7 @@ def late(router: Socket, visitors: Visitors) -> Iterator[LateMonitor]:
 def read(router: Socket, inbox: Inbox) -> list[bytes]:
     """The next message, its sender's name first."""
     while True:
-        assert router.poll(30_000)
+        assert router.poll(120_000)
         for frames in inbox.receive():
             return [frame.bytes for frame in frames]
 
@@ -366,7 +366,7 @@ def test_who_has_ended_before_its_coming_is_told_is_gone(
 ) -> None:
     with closing(zmtp.connect(visitors.endpoint)) as peer:
         peer.sendall(zmtp.frame(b"x"))
-        assert router.poll(30_000)
+        assert router.poll(120_000)
     late.hear(zmq.EVENT_DISCONNECTED)
     name, _ = read(router, inbox)
     assert (visitors.take_gone(), len(visitors)) == ([name], 0)
