@@ -1,14 +1,16 @@
 """The proofs that docs/vllm.md names are tests that there are, and one test each: a name that
-several files have stands beside its file or folder.
+several files have stands beside its file or folder. And the index of records has each of them once.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from tests.defined import ROOT, files_by_test
 
 PAGE = ROOT / "docs" / "vllm.md"
+INDEX = ROOT / "scripts" / "results" / "README.md"
 
 
 def test_each_proof_is_one_test() -> None:
@@ -22,3 +24,8 @@ def test_each_proof_is_one_test() -> None:
                     f"{PAGE.name}:{number}: {name} {behind}: expected one test, got {named}"
                 )
     assert not wrong, "\n".join(wrong)
+
+
+def test_each_record_is_in_the_index_once() -> None:
+    linked = Counter(re.findall(r"\]\(([^)]+)\)", INDEX.read_text()))
+    assert linked == Counter(path.name for path in INDEX.parent.glob("*.md") if path != INDEX)
