@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -142,6 +143,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--block-tokens", type=count, help="default 16, on CPUs 32")
     add("--pairs", type=count, help="engine pairs that are there together (default: what fits)")
     add("--engine", action="append", default=[], metavar="ARG=VALUE", help="for all engines")
+    add("--cores", type=cores_of, metavar="A-B/C-D", help="of all prefill engines, and of decode's")
     add("--link", type=link_speed, metavar="GBIT,MS", help="between both engines, as in 1,1")
     add("--trace", action="store_true", help="where hand-overs' time goes; each takes longer so")
     add("--seed", type=int, default=1, help="of arrivals, lengths and prompts")
@@ -154,6 +156,19 @@ def link_speed(text: str) -> Speed:
     """Gbit/s, and milliseconds one way. Raises ArgumentTypeError."""
     gbit, _, delay_ms = text.partition(",")
     return Speed(positive(gbit) * 1e9, positive(delay_ms) / 1e3)
+
+
+def cores_of(text: str) -> tuple[tuple[int, ...], ...]:
+    """Numbers of cores for prefill and for decode. Raises ArgumentTypeError."""
+    ends = re.fullmatch(r"(\d+)-(\d+)/(\d+)-(\d+)", text)
+    low, high, lower, higher = map(int, ends.groups()) if ends else (1, 0, 1, 0)
+    cores = tuple(range(low, high + 1)), tuple(range(lower, higher + 1))
+    if not all(cores):
+        raise argparse.ArgumentTypeError(f"expected two ranges such as 0-7/8-15, got {text}")
+    if missing := {*cores[0], *cores[1]} - os.sched_getaffinity(0):
+        named = ", ".join(map(str, sorted(missing)))
+        raise argparse.ArgumentTypeError(f"expected cores that this process may use, got {named}")
+    return cores
 
 
 def usual_contenders(*, on_gpus: bool, quick: bool) -> tuple[list[str], dict[str, str]]:
@@ -229,6 +244,7 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str
         ends_s=time.monotonic() + arguments.limit_s,
         engine=engine_settings(arguments.engine),
         hosts=ADDRESSES if arguments.link is not None else (),
+        cores=arguments.cores or (),
     )
     if not model.path:
         (folder / "config.json").write_text(json.dumps(model.config(plan.longest), indent=1))

@@ -145,11 +145,19 @@ class EngineHost:
     Args:
         handed: prefill's end of the pipe to decode, or decode's.
         is_seeded: the model has no weights of its own.
+        cores: for this process and all that it starts; none: those that it has.
     """
 
     def __init__(
-        self, engine_args: dict[str, Any], log: Path, handed: Connection, is_seeded: bool
+        self,
+        engine_args: dict[str, Any],
+        log: Path,
+        handed: Connection,
+        is_seeded: bool,
+        cores: tuple[int, ...] = (),
     ) -> None:
+        if cores:
+            os.sched_setaffinity(0, cores)
         os.setsid()  # one group with all that vLLM starts: killed together, spared Ctrl-C
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)

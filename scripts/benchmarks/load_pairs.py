@@ -77,7 +77,7 @@ class Pair:
         return Worker(
             f"{contender.name}, {side}", make,
             engine_args(self.plan, contender, side, port), self.logs[at], handed,
-            not self.plan.model.has_weights,
+            not self.plan.model.has_weights, self.plan.cores[at] if self.plan.cores else (),
             environment=environment | contender.environment[side],
             method=method_for("cuda" if gpus else "cpu"), is_daemon=False,
         )  # fmt: skip

@@ -505,7 +505,8 @@ _GRAPHS = (1, 2, 4, 8, 16, 32)
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is run, and where. ``gpus``: of prefill and decode; none: CPUs. ``hosts``: addresses of
-    both engines, where each has a network of its own.
+    both engines, where each has a network of its own. ``cores``: of prefill and of decode, the
+    same for all contenders; none: all are for all.
     """
 
     contenders: tuple[Contender, ...]
@@ -523,6 +524,7 @@ class Plan:
     ends_s: float
     engine: dict[str, Any] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
+    cores: tuple[tuple[int, ...], ...] = ()
 
     @property
     def dtype(self) -> str:

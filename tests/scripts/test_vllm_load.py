@@ -640,6 +640,10 @@ def test_a_plan_fits_the_gpus_that_are_there(
     assert config["max_position_embeddings"] >= 8000 + 128 + 16
     two = planned(monkeypatch, tmp_path, [139, 139], "--model", "llama-8b", "--contender", "floor")
     assert (two.gpus, two.pairs_at_once, two.duration_s) == (("0", "1"), 5, 15)
+    assert two.cores == ()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    pinned = planned(monkeypatch, tmp_path, [139, 139], "--cores", "0-1/2-2")
+    assert pinned.cores == ((0, 1), (2,))
     many = planned(monkeypatch, tmp_path, [139, 139])
     assert [c.name for c in many.contenders][1:-2] == [
         *("kvxfer:cuda_ipc", "early:cuda_ipc", "kvxfer:nixl", "early:nixl"),
@@ -709,6 +713,9 @@ def test_a_plan_that_is_none(
         (("--model", "gpt"), "invalid choice: 'gpt'"),
         (("--duration-s", "0"), "expected a number above 0, got 0"),
         (("--rounds", "x"), "expected at least 1, got x"),
+        (("--cores", "3"), "expected two ranges such as 0-7/8-15, got 3"),
+        (("--cores", "1-0/0-1"), "expected two ranges such as 0-7/8-15, got 1-0/0-1"),
+        (("--cores", "0-1/2-4"), "expected cores that this process may use, got 3, 4"),
     ],
 )
 def test_an_option_that_is_none(
@@ -718,6 +725,7 @@ def test_an_option_that_is_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("sys.argv", ["vllm_load", *options])
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     with pytest.raises(SystemExit):
         vllm_load.parse_arguments()
     assert said in capsys.readouterr().err
