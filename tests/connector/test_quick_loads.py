@@ -447,7 +447,7 @@ def test_a_load_that_cannot_begin_is_reported(watch: Watch) -> None:
 
 
 def test_engines_that_die_meanwhile(watch: Watch) -> None:
-    source, sink = engines(peer_silent_s=3.0)
+    source, sink = engines(peer_silent_s=3.0, connect_timeout_s=10.0)
     with sink:
         with source:
             two = Two(source, sink)
