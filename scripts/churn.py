@@ -3,11 +3,12 @@ again, and from an engine that is back to its first request.
 
     python scripts/churn.py --out scripts/results
 
-Aborts: two engines without a model in this process, over each wire. Loads run all the while, four
-at a time. One more is begun and aborted after a random part of the time that a load takes, so that
-every state is met. "sink": until the decode engine may use the blocks, "source": until the prefill
-engine may. Restarts: four reference engines behind the proxy, restarted one after the other under
-six clients; "served": from the first good /health to the end of the first request that it takes.
+Aborts: two engines without a model, each in its process, over each wire. Loads run all the while,
+four at a time. One more is begun and aborted after a random part of the time that a load takes, so
+that every state is met. "sink": until the decode engine may use the blocks, "source": until the
+prefill engine may. Restarts: four reference engines behind the proxy, restarted one after the other
+under six clients; "served": from the first good /health to the end of the first request that it
+takes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import sys
 import tempfile
 import time
 from itertools import count
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,7 +34,7 @@ from kvxfer.bench.core import Columns, Report, Table, Tail, facts_of, table, tai
 from kvxfer.engine.rank import SWITCH_INTERVAL_S
 from tests.builders import EngineShape
 from tests.commands import small_model
-from tests.connector.rig import PATIENT, POISON, Engine
+from tests.connector.rig import POISON, Engine
 from tests.end_to_end.fronts import site
 from tests.end_to_end.test_rolling_restart import Load
 
@@ -70,12 +74,35 @@ def _times(what: str, seconds: list[float]) -> Times:
 # ------------------------------------------------------------------ from an abort to its blocks
 
 
+def _give(asked: Connection, back: Connection, settings: dict[str, Any]) -> None:
+    """The source's process: it offers what it is asked for, and says when it has blocks back."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with Engine(SHAPE, "prefill", fill=None, **settings) as engine:
+        sent = engine.results[0].sent
+        while True:
+            engine.collect()
+            for name in sent:
+                back.send((name, time.perf_counter()))
+            sent.clear()
+            if not asked.poll(POLL_S):
+                continue
+            if (order := asked.recv()) is None:
+                return
+            name, ids = order
+            ref = engine.offer(name, TOKENS, ids)
+            engine.compute(name)
+            asked.send(ref)
+
+
 class Pair:
     """A source and a sink with loads in flight."""
 
     def __init__(self, wire: str) -> None:
-        settings = {"transport": wire, **PATIENT}
-        self.source = Engine(SHAPE, "prefill", fill=None, **settings)
+        settings: dict[str, Any] = {"transport": wire}
+        context = get_context("forkserver")
+        (self._ask, asked), (self._back, back) = context.Pipe(), context.Pipe(duplex=False)
+        self._source = context.Process(target=_give, args=(asked, back, settings), daemon=True)
+        self._source.start()
         self.sink = Engine(SHAPE, "decode", fill=POISON, **settings)
         self._names = (f"r{number}" for number in count())
         self._beside: list[tuple[str, int]] = []
@@ -84,24 +111,25 @@ class Pair:
         """Offer and load one request, into the blocks of that place."""
         name = next(self._names)
         ids = range(1 + place * BLOCKS, 1 + (place + 1) * BLOCKS)
-        ref = self.source.offer(name, TOKENS, ids)
-        self.source.compute(name)
-        self.sink.load(name, ref, ids, (0, TOKENS))
+        self._ask.send((name, ids))
+        self.sink.load(name, self._ask.recv(), ids, (0, TOKENS))
         return name
 
-    def look(self) -> tuple[set[str], set[str]]:
-        """What the engines have back: of the sink, of the source. Keeps the others in flight."""
-        back = []
-        for engine in (self.sink, self.source):
-            engine.collect()
-            results = engine.results[0]
-            back.append(set(results.received) | set(results.sent))
-            results.received.clear()
-            results.sent.clear()
-        for name, place in [each for each in self._beside if each[0] in back[0]]:
+    def look(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Requests whose blocks the sink has back, and the source, and since when. Keeps the others
+        in flight.
+        """
+        self.sink.collect()
+        received = self.sink.results[0].received
+        taken, given = dict.fromkeys(received, time.perf_counter()), dict[str, float]()
+        received.clear()
+        while self._back.poll():
+            name, at_s = self._back.recv()
+            given[name] = at_s
+        for name, place in [each for each in self._beside if each[0] in taken]:
             self._beside.remove((name, place))
             self._beside.append((self.begin(place), place))
-        return back[0], back[1]
+        return taken, given
 
     def load(self) -> None:
         self._beside = [(self.begin(place), place) for place in range(NUM_BESIDE)]
@@ -115,16 +143,19 @@ class Pair:
         while len(at) < 2:
             for where, names in zip(("sink", "source"), self.look(), strict=True):
                 if name in names:
-                    at[where] = time.perf_counter()
+                    at[where] = names[name]
             if told_s is None and not at and time.perf_counter() - began_s >= after_s:
                 told_s = time.perf_counter()
                 self.sink.abort(name)
             time.sleep(POLL_S)
-        return None if told_s is None else (at["sink"] - told_s, at["source"] - told_s)
+        if told_s is None or at["source"] < told_s:
+            return None
+        return at["sink"] - told_s, at["source"] - told_s
 
     def close(self) -> None:
         self.sink.close()
-        self.source.close()
+        self._ask.send(None)
+        self._source.join()
 
 
 def aborts(wire: str, number: int) -> list[Times]:
