@@ -66,6 +66,10 @@ PLAIN_EVERY = 10
 """When all requests went to decode alone until an engine was back, one storm of 1,250 over NIXL
 loaded a single one, and was as green as the others.
 """
+BACK_OFF_S = 2.0
+"""In which clients whose requests were lost with an engine send no others: 300 of them would be
+sent to the engines that are left within a second, with all that befalls those meanwhile.
+"""
 LEAST_LOADED_SHARE = 0.1
 """Of a storm's requests. The wildest ones, between hosts whose network is cut, have twice that."""
 COUNTED = (
@@ -169,6 +173,8 @@ class Play:
         self.summary = Summary(seed=plan.seed, wire=wire, num_requests=len(plan.asks))
         self._sent: dict[str, Sent] = {}
         self._open: dict[str, Sent] = {}
+        self._num_lost = 0
+        """Requests lost with an engine, whose clients back off."""
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
         self._stale: list[tuple[tuple[int, ...], dict[str, Any]]] = []
@@ -273,7 +279,7 @@ class Play:
         while num_sent < len(asks) or self._open or self._due:
             while injections and injections[0][1].at <= num_sent:
                 self._befall(*injections.pop(0))
-            while num_sent < len(asks) and len(self._open) < self._in_flight:
+            while num_sent < len(asks) and len(self._open) + self._num_lost < self._in_flight:
                 if injections and injections[0][1].at <= num_sent:
                     break
                 if not self._begin(asks[num_sent]):
@@ -547,8 +553,16 @@ class Play:
         self._fleet.forget_client(member)
         for sent in unanswered:
             self._end(sent, end)
+        self._back_off(len(unanswered))
         if end == "client lost" and member.back_at_s is None:
             self._later(0.3, lambda: self._reconnect(member, member.lives))
+
+    def _back_off(self, number: int) -> None:
+        def come_again() -> None:
+            self._num_lost -= number
+
+        self._num_lost += number
+        self._later(BACK_OFF_S, come_again)
 
     def _reconnect(self, member: Member, life: int) -> None:
         if member.lives != life or member.back_at_s is not None or member.group.dead():
