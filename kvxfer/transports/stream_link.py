@@ -31,6 +31,7 @@ from kvxfer.transports.stream_wire import (
     encode,
     num_queued,
 )
+from kvxfer.transports.visitors import has_other_side
 
 BEYOND_NBYTES = 1 << 20
 """What a source may have sent beyond its chunks: announcements have 100 bytes each."""
@@ -135,7 +136,10 @@ class Link:
         return self.num_unreadable >= (self.slots.num_slots if self.is_connected else 1)
 
     def connect(self, message: Attached, frame: zmq.Frame | None) -> None:
-        """``frame``: what ZeroMQ brought it in. Raises ProtocolError, PipeBroken."""
+        """``frame``: what ZeroMQ brought it in. Raises ProtocolError, PipeBroken: also where its
+        sender has gone since, for who connects to a process that has died may leave a socket
+        behind, as NIXL does.
+        """
         if self.is_connected and len(self.dealers) > 1:
             return  # another stream was sooner
         if self.is_connected:
@@ -143,6 +147,8 @@ class Link:
         # Who listens may be another by now than who was looked for
         if self._only_own_user and not is_own_user(frame):
             raise PipeBroken(refusal("attached"))
+        if frame is not None and not has_other_side(int(frame.get(zmq.SRCFD))):
+            raise PipeBroken("attached: expected its sender to be there, got the connection's end")
         self.lane.connected(message.address)
         self.is_connected = True
 

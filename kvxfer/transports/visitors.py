@@ -350,7 +350,7 @@ class Visitors:
         ZeroMQ may tell of the end later, behind all that was sent before.
         """
         fd = self._fds.get(name)
-        return name not in self._ended if fd is None else _stands(fd)
+        return name not in self._ended if fd is None else has_other_side(fd)
 
     def take_num_failed(self) -> int:
         num_failed, self._num_failed = self._num_failed, 0
@@ -367,7 +367,7 @@ class Visitors:
             # It came since the last look at the monitor, perhaps with the descriptor of one that
             # has ended since
             is_all = any(self.meet() for _ in range(_TURNS_TO_MEET))
-            if fd not in self._visitors and is_all and _stands(fd):
+            if fd not in self._visitors and is_all and has_other_side(fd):
                 # One of ZeroMQ's threads accepts it and then says so; another has read this
                 # meanwhile: with four threads on two busy cores 2 of 44,718 connections
                 self._enter(fd, is_untold=True)
@@ -629,7 +629,7 @@ def _reset(socket: sockets.socket) -> None:
     socket.shutdown(sockets.SHUT_RDWR)
 
 
-def _stands(fd: int) -> bool:
+def has_other_side(fd: int) -> bool:
     """Whether this is the descriptor of a connection whose other side has not ended it."""
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from kvxfer.transports.base import (
     SendStopped,
     TransferKey,
 )
-from kvxfer.transports.pipe import HOST_STAGING, StagingSize
+from kvxfer.transports.pipe import HOST_STAGING, Slots, StagingSize
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_wire import (
     Attach,
@@ -41,7 +42,7 @@ from kvxfer.transports.stream_wire import (
     decode_to_source,
     encode,
 )
-from kvxfer.transports.zmq_pipe import ZmqPipe
+from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSinkLane
 from tests.copies import HeldPieces, is_unpack
 from tests.helpers import needs_nixl, needs_ucxx
 from tests.spoken import change_frames
@@ -143,6 +144,44 @@ def test_a_sink_answers_the_empty_frames_of_earlier_sources(pair: Pair, fake: Fa
     while not fake.socket.poll(10):
         pair.sink.poll()
     assert fake.socket.recv_multipart() == [identity, encode(Credit(()))]
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Addresses of sources that sinks have met, of a pair that is made after it."""
+    met: list[bytes] = []
+
+    class Lane(ZmqSinkLane):
+        def connected(self, address: bytes) -> None:
+            met.append(address)
+
+    class Noting(ZmqPipe):
+        def open_sink(self, slots: Slots, way: str = "") -> Lane:
+            return Lane(slots)
+
+    use_pipe(monkeypatch, "zmq", lambda *_: Noting())
+    return met
+
+
+def test_no_end_is_met_of_a_source_that_has_gone_when_its_word_is_read(
+    met: list[bytes], monkeypatch: pytest.MonkeyPatch, pair: Pair, fake: FakeSource
+) -> None:
+    """It is killed after its word, and ZeroMQ has not told of that yet."""
+    poll = select.poll
+
+    class AfterTheEnd:
+        def register(self, fd: int, events: int) -> None:
+            self._poll = poll()
+            self._poll.register(fd, events)
+
+        def poll(self, _: float) -> list[tuple[int, int]]:
+            fake.socket.close()
+            return self._poll.poll(120_000)
+
+    monkeypatch.setattr(select, "poll", AfterTheEnd)
+    _attach(pair, fake)
+    pair.until(lambda: PeerGone(pair.manifest.control_endpoint) in pair.seen)
+    assert met == []
 
 
 MANY_PARTS = [b""] * 1000
