@@ -24,7 +24,6 @@ from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -74,10 +73,10 @@ def _times(what: str, seconds: list[float]) -> Times:
 # ------------------------------------------------------------------ from an abort to its blocks
 
 
-def _give(asked: Connection, back: Connection, settings: dict[str, Any]) -> None:
+def _give(asked: Connection, back: Connection, wire: str) -> None:
     """The source's process: it offers what it is asked for, and says when it has blocks back."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with Engine(SHAPE, "prefill", fill=None, **settings) as engine:
+    with Engine(SHAPE, "prefill", fill=None, transport=wire) as engine:
         sent = engine.results[0].sent
         while True:
             engine.collect()
@@ -98,12 +97,11 @@ class Pair:
     """A source and a sink with loads in flight."""
 
     def __init__(self, wire: str) -> None:
-        settings: dict[str, Any] = {"transport": wire}
         context = get_context("forkserver")
         (self._ask, asked), (self._back, back) = context.Pipe(), context.Pipe(duplex=False)
-        self._source = context.Process(target=_give, args=(asked, back, settings), daemon=True)
+        self._source = context.Process(target=_give, args=(asked, back, wire), daemon=True)
         self._source.start()
-        self.sink = Engine(SHAPE, "decode", fill=POISON, **settings)
+        self.sink = Engine(SHAPE, "decode", fill=POISON, transport=wire)
         self._names = (f"r{number}" for number in count())
         self._beside: list[tuple[str, int]] = []
 
