@@ -67,6 +67,7 @@ def test_a_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
     assert befallen == Counter(kind.value for kind in kinds)
     assert summary.injections.keys() & {Kind.KILL_SCHEDULER, Kind.KILL_RANK, Kind.OTHER_LIFE}
     assert sum(summary.attacks.values()) > 0
+    assert summary.ends["loaded"] > FEW / 10
     assert max(summary.lives.values()) > 1
 
 
@@ -161,6 +162,7 @@ def test_a_storm_between_hosts_leaves_nothing_behind(
     cuts = [name for name in summary.injections if name.startswith("network")]
     assert len(cuts) >= len(CUTS)
     assert sum(summary.attacks.values()) > 0
+    assert summary.ends["loaded"] > 30
 
 
 # ------------------------------------------------------------------ flipped bits of KV

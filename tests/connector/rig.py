@@ -58,15 +58,12 @@ WIRES = ["shm", "zmq", "cuda_ipc"]
 of HOST_WIRES, which are about faults, and the conformance test (all of them: 2 minutes more)."""
 HOST_WIRES = ["shm", "zmq", UCX, NIXL]
 """Those whose copies take faults."""
-PATIENT: dict[str, Any] = {
-    "connect_timeout_s": 120.0,
-    "peer_silent_s": 60.0,
-    "pull_timeout_s": 120.0,
-    "early_wait_s": 120.0,
-    "lease_s": 300.0,
-}
+PATIENT: dict[str, Any] = dict.fromkeys(
+    ("connect_timeout_s", "peer_silent_s", "pull_timeout_s", "early_wait_s", "lease_s"), 300.0
+)
 """Of every engine here, but for what its test is about: a machine that stands still for seconds
-loses no peer, and whose kernels are interpreted beside 20 others is waited for.
+loses no peer, and whose kernels are interpreted beside 20 others is waited for. All are longer than
+``until`` waits, which so tells what comes by itself from what a time-out brings.
 """
 STUCK_S = 60.0
 """After which an IO thread goes on that nobody has let go."""
@@ -77,7 +74,7 @@ Table = tuple[tuple[int, ...], ...]
 
 
 def until(condition: Callable[[], object], timeout_s: float = 240.0) -> None:
-    """Wait for something that the other threads will do; less than a patient engine's lease."""
+    """Wait for something that the other threads will do."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

@@ -342,7 +342,7 @@ def gauges(engine: Engine) -> dict[tuple[str, str], float]:
     return found
 
 
-def shown(engine: Engine, rank: str, **expected: int) -> None:
+def expect_gauges(engine: Engine, rank: str, **expected: int) -> None:
     """Each rank is read by itself, a moment after the one before it."""
     wanted = {(name, rank): value for name, value in expected.items()}
     until(lambda: wanted.items() <= gauges(engine).items())
@@ -357,23 +357,23 @@ def test_gauges_of_ranks_follow_what_they_hold() -> None:
         refs = [source.offer(name, 32, ids) for name, ids in (("p", [1, 2]), ("q", [3, 4]))]
         source.compute("p", "q")
         for rank in ("pp0tp0", "pp0tp1"):
-            shown(source, rank, offers_held=2, blocks_held=4, board_on=0)  # no direct wire
+            expect_gauges(source, rank, offers_held=2, blocks_held=4, board_on=0)  # no direct wire
         sink.load("d", refs[0], [3, 4], (0, 32))
         until(lambda: source.sent("p"))
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {None}
         for rank in ("pp0tp0", "pp0tp1"):
-            shown(source, rank, offers_held=1, blocks_held=2)
+            expect_gauges(source, rank, offers_held=1, blocks_held=2)
         until(lambda: gauges(source)["staging_bytes", "pp0tp0 source zmq"] > 0)
         until(lambda: gauges(sink)["staging_bytes", "pp0tp0 sink zmq"] > 0)
         peer = source.endpoint.removeprefix("tcp://")
         until(lambda: gauges(sink)["wire_bytes_per_second", f"pp0tp0 {peer} zmq"] > 1e6)
-        shown(sink, "pp0tp0", peers_ready=1, loads_in_flight=0)
+        expect_gauges(sink, "pp0tp0", peers_ready=1, loads_in_flight=0)
         assert sink.count("trials.zmq.taken") == 2  # of each source rank
         assert source.count("sent.nbytes.zmq") == sum(r.nbytes for r in sink.reports("d"))
         source.end("q")
         until(lambda: source.sent("q"))
-        shown(source, "pp0tp0", blocks_held=0)
+        expect_gauges(source, "pp0tp0", blocks_held=0)
 
 
 def test_a_lost_peer_has_no_speed_any_more() -> None:
@@ -385,10 +385,10 @@ def test_a_lost_peer_has_no_speed_any_more() -> None:
             until(lambda: sink.received("d"))
             speed = "wire_bytes_per_second", f"pp0tp0 {source.endpoint.removeprefix('tcp://')} shm"
             until(lambda: gauges(sink)[speed] > 0)
-            shown(sink, "pp0tp0", boards_open=1)
-            shown(source, "pp0tp0", board_on=1)
+            expect_gauges(sink, "pp0tp0", boards_open=1)
+            expect_gauges(source, "pp0tp0", board_on=1)
         until(lambda: gauges(sink)[speed] == 0)
-        shown(sink, "pp0tp0", peers_ready=0, boards_open=0)
+        expect_gauges(sink, "pp0tp0", peers_ready=0, boards_open=0)
 
 
 def test_an_extended_lease_is_counted() -> None:

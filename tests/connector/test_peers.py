@@ -56,7 +56,7 @@ def test_incompatible_engines_list_every_field_and_the_offer_is_given_back() -> 
 def test_offers_of_an_engine_that_was_just_refused_are_given_back_too() -> None:
     """The second load comes while the refusal is remembered: nothing is sent at that time."""
     with (
-        Engine(ONE, "prefill", fill=1, facts={"weights": "another"}, lease_s=60.0) as source,
+        Engine(ONE, "prefill", fill=1, facts={"weights": "another"}) as source,
         Engine(ONE, "decode", fill=POISON) as sink,
     ):
         for number, name in enumerate(("first", "second")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import islice
 
 import msgspec
 import pytest
@@ -115,9 +114,10 @@ def test_small_loads_are_quick_and_orders_never_wait() -> None:
             assert sink.received(f"d{number}")
             return duration_s
 
-        # About 1 ms when nothing else runs; a poll interval anywhere would be in each of them.
-        quick = (each_s for each_s in map(duration_s, range(1000)) if each_s < 0.02)
-        assert len(list(islice(quick, 8))) == 8
+        # About 1 ms when nothing else runs. A poll interval anywhere would show as its multiple in
+        # all tries; what else is done here may spoil some.
+        tries = (sorted(duration_s(30 * n + number) for number in range(30)) for n in range(20))
+        assert any(durations[15] < 0.02 for durations in tries)
 
 
 def test_an_engine_that_steps_says_where_its_io_thread_stands(

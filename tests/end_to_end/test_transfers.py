@@ -19,6 +19,7 @@ from tests.end_to_end.harness import (
     tiny_model,
 )
 
+AT_ONCE_S, LEASE_S = 120.0, 300.0
 TOKEN_NBYTES = 2 * 2 * 4 * 16 * 4  # K and V, 2 layers, 4 heads, 16 floats of 4 bytes
 
 
@@ -27,7 +28,7 @@ def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     model = tiny_model(tmp_path_factory.mktemp("model"))
-    kv = {"transport": request.param}
+    kv = {"transport": request.param, "lease_s": LEASE_S}
     with pair(
         engine_config(Role.PREFILL, model, kv=kv, tp_size=2, **PREFILL),
         engine_config(Role.DECODE, model, kv=kv, **DECODE),
@@ -70,8 +71,10 @@ def test_a_fully_cached_prompt_moves_nothing_and_frees_the_source(engines: Pair)
     engines.run(tokens)
     again = engines.run(tokens)
     assert (again.done.num_external_tokens, again.kv_nbytes) == (0, 0)
-    # At once, not when the lease of 30 s ends.
-    engines.prefill.wait_for_info(lambda info: info.num_free_blocks == num_free, timeout_s=120)
+    # At once, not when the lease ends.
+    engines.prefill.wait_for_info(
+        lambda info: info.num_free_blocks == num_free, timeout_s=AT_ONCE_S
+    )
 
 
 def test_params_of_another_prompt_are_refused_and_leave_the_offer_alone(engines: Pair) -> None:
@@ -106,10 +109,12 @@ def test_more_heads_than_ranks_and_ranks_that_nobody_reads(tmp_path: Path) -> No
     """Prefill TP 4 with 2 KV heads: two of the four ranks hold replicas that nobody reads."""
     model = tiny_model(tmp_path, num_kv_heads=2)
     with pair(
-        engine_config(Role.PREFILL, model, tp_size=4, **PREFILL),
+        engine_config(Role.PREFILL, model, kv={"lease_s": LEASE_S}, tp_size=4, **PREFILL),
         engine_config(Role.DECODE, model, **DECODE),
     ) as engines:
         num_free = engines.prefill.info().num_free_blocks
         for seed in range(3):
             assert engines.run(prompt(80, seed=seed)).done.failure is None
-        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == num_free, timeout_s=120)
+        engines.prefill.wait_for_info(
+            lambda info: info.num_free_blocks == num_free, timeout_s=AT_ONCE_S
+        )
