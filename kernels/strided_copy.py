@@ -11,7 +11,8 @@ takes a run of them, and offsets of a tile are worked out once and serve all its
 has a program of its own (``WHOLE_GPU``).
 
 An access of 16 bytes is two int64 side by side in one thread. That the compiler sees it shows in
-``launch_copy(...).asm["ptx"]``: ld.global.v2.b64 and st.global.v2.b64.
+``launch_copy(...).asm["ptx"]``: ld.global.v2.b64 and st.global.v2.b64. A run is narrow channels
+that lie side by side at the source and apart at the sink: it is loaded at once.
 """
 
 import torch
@@ -78,7 +79,8 @@ def _copy_pairs(
     PAIRS: tl.constexpr,
 ):
     """Copy PAIRS pairs from ``pair`` on. ``tables``, ``offsets``: of the source and of the sink;
-    ``heads``: their number, its magic number and shift, and the strides of both sides.
+    ``heads``: their number, its magic number and shift, the strides of both sides, and how far from
+    each other the sink has the words of a run.
 
     Calls itself between its load and its store, so that all loads come before the first store: the
     compiler could not move them there, since it cannot know that nothing overlaps.
@@ -92,7 +94,11 @@ def _copy_pairs(
         _copy_pairs(
             tables, heads, offsets, lane, num_words, pair + 1, num_pairs, ELEMENT, VEC, PAIRS - 1
         )
-    tl.store(_words_at(taken, offsets[1], ELEMENT, VEC), words, mask=mask)
+    if VEC > 1 and ELEMENT.primitive_bitwidth < 64:
+        run = (taken + offsets[1])[:, None] + (tl.arange(0, VEC) * heads[5])[None, :]
+        tl.store(run.to(tl.pointer_type(ELEMENT)), words, mask=mask)
+    else:
+        tl.store(_words_at(taken, offsets[1], ELEMENT, VEC), words, mask=mask)
 
 
 @triton.jit
@@ -106,7 +112,9 @@ def _tile_offsets(
     BY_CHANNEL: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
 ):
-    """Byte offsets of each lane from the address of any pair, of the source and of the sink."""
+    """Byte offsets of each lane from the address of any pair, of the source and of the sink. A run
+    counts as a word.
+    """
     source, sink = numbers + _SOURCE, numbers + _SINK
     wanted = lane < num_words
     if TOKENS_FIRST:
@@ -156,6 +164,7 @@ def _copy_kernel(
         tl.load(numbers + 5),
         tl.load(numbers + _SOURCE + 11),
         tl.load(numbers + _SINK + 11),
+        tl.load(numbers + _SINK + 10) // VEC,
     )
     num_tiles = tl.cdiv(num_words, LANES)
     if ALONE:
@@ -228,7 +237,7 @@ def launch_copy(
             source_ids,
             sink_ids,
             ELEMENT=ELEMENTS[launch.word_nbytes],
-            VEC=2 if launch.word_nbytes == 16 else 1,
+            VEC=2 if launch.word_nbytes == 16 else launch.run_words,
             WORD=launch.word_nbytes,
             LANES=launch.lanes,
             PAIRS=launch.pairs,

@@ -32,6 +32,9 @@ _LEAST_RUN_TOKENS = 8
 # A word of 2 bytes takes a program as long as one of 16: between two H200s 32 programs made 0.26 of
 # a memcpy, 64 of them 0.51, 128 0.82, 264 0.84. Words of 4 bytes were as fast with 32 as with 264.
 _NARROW_NBYTES, _NARROW_TIMES = 2, 8
+# Two channels of 2 bytes that lie side by side at the source alone are loaded at once: 0.94 of a
+# memcpy between two H200s, one by one 0.84, four at once 0.93 to 0.94 and eight less
+_RUN_WORDS = 2
 # A quotient is (number * magic) >> shift, for numbers below 2**31: see divisor
 _NUMBER_BITS = 31
 # So that words, tokens and lanes behind the last word are such numbers
@@ -109,12 +112,14 @@ class CopyWork:
 class Launch:
     """A launch: what is compiled in, and ``params``, which the kernel reads from memory.
 
-    Nothing but ``binary`` is compiled in: any two engines share a few binaries. ``alone``: each
+    Nothing but ``binary`` is compiled in: any two engines share a few binaries. ``run_words``: how
+    many words are loaded at once and stored apart; 1 unless channels lie so. ``alone``: each
     program copies one tile of one pair.
     """
 
     params: tuple[int, ...]
     word_nbytes: int
+    run_words: int
     lanes: int
     pairs: int
     by_channel: bool
@@ -130,7 +135,7 @@ class Launch:
     def binary(self) -> tuple[object, ...]:
         """Everything that is compiled in: launches with equal values share one binary."""
         how = (self.by_channel, self.tokens_first, self.alone)
-        return self.word_nbytes, self.lanes, self.pairs, *how
+        return self.word_nbytes, self.run_words, self.lanes, self.pairs, *how
 
 
 def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
@@ -151,7 +156,10 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
         )
     joined = widest(work)
     word = word_nbytes(joined)
-    inner_words = joined.inner_nbytes // word
+    run = _run_words(joined, word)
+    if run > 1:
+        joined = _in_runs(joined, run)
+    inner_words = joined.inner_nbytes // (word * run)
     num_words = joined.num_tokens * inner_words
     num_pairs = num_regions * joined.num_heads
     alone = num_programs == WHOLE_GPU and word == _WORDS_NBYTES[0]
@@ -161,33 +169,28 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
         most = min(num_pairs, _TILE_PAIRS[0] if word == _WORDS_NBYTES[0] else _TILE_PAIRS[1])
         pairs = next(size for size in _TILE_PAIRS if size <= max(1, most))
         # Twice the lanes where a step has less: of narrow words, or of few pairs
-        lanes = _TILE_LANES * (1 if pairs == _TILE_PAIRS[0] else 2)
+        lanes = _TILE_LANES * (1 if pairs == _TILE_PAIRS[0] else 2) // run
     most_programs = num_programs or MANY
     if word <= _NARROW_NBYTES:
         most_programs = max(most_programs, min(MANY, _NARROW_TIMES * most_programs))
     num_tiles, num_groups = -(-num_words // lanes), -(-num_pairs // pairs)
     num_units = num_tiles * num_groups
-    # Lanes run where the sink's bytes lie side by side: words of a token, or tokens of a channel,
-    # unless these few are all that a block has
     by_channel = joined.channel_nbytes > 0
-    tokens_first = (
-        by_channel
-        and joined.sink.stride_token < joined.sink.stride_channel
-        and joined.sink.kernel_tokens >= _LEAST_RUN_TOKENS
-    )
+    tokens_first = _are_tokens_first(joined)
     params = (
         num_words,
         num_groups,
         num_pairs,
         *divisor(joined.num_heads),
         *divisor(max(1, joined.num_tokens) if tokens_first else inner_words),
-        *divisor(joined.channel_nbytes // word if by_channel else inner_words),
+        *divisor(joined.channel_nbytes // (word * run) if by_channel else inner_words),
         *side_params(joined.source),
         *side_params(joined.sink),
     )
     return Launch(
         params=params,
         word_nbytes=word,
+        run_words=run,
         lanes=lanes,
         pairs=pairs,
         by_channel=by_channel,
@@ -265,6 +268,42 @@ def word_nbytes(work: CopyWork) -> int:
             numbers.append(side.stride_channel)
     common = math.gcd(*numbers)
     return next(word for word in _WORDS_NBYTES if common % word == 0)
+
+
+def _are_tokens_first(work: CopyWork) -> bool:
+    """Do lanes run along the tokens of a channel? Where the sink has those side by side, and more
+    than a few in a block; else along the words of a token.
+    """
+    return (
+        work.channel_nbytes > 0
+        and work.sink.stride_token < work.sink.stride_channel
+        and work.sink.kernel_tokens >= _LEAST_RUN_TOKENS
+    )
+
+
+def _run_words(work: CopyWork, word: int) -> int:
+    """How many narrow channels, of a word each, are loaded by one access."""
+    source = work.source
+    is_run = (
+        word == work.channel_nbytes == source.stride_channel != work.sink.stride_channel
+        and word <= _NARROW_NBYTES
+        and not _are_tokens_first(work)
+    )
+    numbers = [work.align_nbytes, work.inner_nbytes, source.stride_block]
+    if work.num_heads > 1:
+        numbers.append(source.stride_head)
+    if source.kernel_tokens > 1:
+        numbers.append(source.stride_token)
+    return _RUN_WORDS if is_run and math.gcd(*numbers) % (word * _RUN_WORDS) == 0 else 1
+
+
+def _in_runs(work: CopyWork, num_words: int) -> CopyWork:
+    """So many channels as one, which the sink has apart."""
+    source, sink = (
+        replace(side, stride_channel=side.stride_channel * num_words)
+        for side in (work.source, work.sink)
+    )
+    return replace(work, source=source, sink=sink, channel_nbytes=work.channel_nbytes * num_words)
 
 
 def _joined(side: CopySide, unit: int, stride_token: int) -> CopySide:

@@ -294,6 +294,33 @@ def test_narrow_heads_are_channels(num_heads: int, inner: int, programs: int) ->
     assert widest(alike).inner_nbytes == 3 * num_heads * inner
 
 
+@pytest.mark.parametrize("programs", [3, WHOLE_GPU])
+@pytest.mark.parametrize("inner", [1, 2])
+def test_channels_that_the_source_alone_has_together_are_loaded_in_twos(
+    inner: int, programs: int
+) -> None:
+    def run_words(work: CopyWork) -> int:
+        return plan_launch(work, NUM_REGIONS, programs).run_words
+
+    together, apart = nhd(3, 700, inner), hnd(3, 700, inner)
+    work = work_of(together, apart, 12, 700, inner)
+    assert run_words(work) == 2
+    check(work, programs=programs)
+    others = (
+        work_of(apart, together, 12, 700, inner),
+        work_of(nhd(3, 701, inner), hnd(3, 701, inner), 12, 701, inner),
+        work_of(nhd(3, 700, inner, padding=inner), apart, 12, 700, inner),
+        work_of(nhd(3, 700, 4), hnd(3, 700, 4), 12, 700, 4),
+        work_of(nhd(16, 700, inner), hnd(48, 700, inner), 40, 700, inner),
+    )
+    for other in others:
+        assert run_words(other) == 1
+        check(other, programs=programs)
+    crooked = replace(work, align_nbytes=inner)
+    assert run_words(crooked) == 1
+    check(crooked, lead=inner, programs=programs)
+
+
 def test_division_is_exact() -> None:
     """The quotients that the kernel takes by a multiplication, at the ends of their range."""
     for divisor in (1, 2, 3, 7, 16, 24, 41, 72, 1000, 65535, (1 << 30) - 1, 1 << 30):
@@ -345,10 +372,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kvxfer.kernels import strided_copy as module
 from kvxfer.kernels import strided_work
-alone = sys.argv[1] == "alone"
-tile = dict(LANES=256, PAIRS=1) if alone else dict(LANES=512, PAIRS=8)
-consts = dict(ELEMENT=module.tl.int64, VEC=2, WORD=16, **tile)
-consts |= dict(BY_CHANNEL=False, TOKENS_FIRST=False, ALONE=alone)
+alone, run = (sys.argv[1] == how for how in ("alone", "run"))
+tile = dict(LANES=256, PAIRS=1) if alone else dict(LANES=512, PAIRS=4 if run else 8)
+element, word = (module.tl.int16, 2) if run else (module.tl.int64, 16)
+consts = dict(ELEMENT=element, VEC=2, WORD=word, **tile)
+consts |= dict(BY_CHANNEL=run, TOKENS_FIRST=False, ALONE=alone)
 names = ["numbers", "source_table", "sink_table", "source_ids", "sink_ids"]
 source = ASTSource(
     fn=module._copy_kernel,
@@ -359,7 +387,8 @@ warps = strided_work.ALONE_WARPS if alone else strided_work.WARPS
 options = dict(num_warps=warps, num_stages=1)
 kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 ptx = kernel.asm["ptx"]
-order = "".join(kind[0] for kind in re.findall(r"(ld|st)\\.global\\.v2\\.b64", ptx))
+access = "ld.global.b32|st.global.b16" if run else "(?:ld|st).global.v2.b64"
+order = "".join(found[0] for found in re.findall(access, ptx))
 print(order, kernel.metadata.shared, ptx.count("bar.sync"))
 """
 
@@ -371,6 +400,15 @@ def test_the_compiler_sees_accesses_of_16_bytes(how: str, order: str) -> None:
     shared memory or barriers.
     """
     assert printed_without_interpreter(PTX, how).split() == [order, "0", "0"]
+
+
+def test_the_compiler_sees_that_two_channels_are_one_load() -> None:
+    """4 pairs x 512 lanes are 8 runs a thread. Words change threads before they are stored, through
+    shared memory, so that those of a warp are stored side by side.
+    """
+    order, shared_nbytes, _ = printed_without_interpreter(PTX, "run").split()
+    assert order == 8 * "l" + 16 * "s"
+    assert int(shared_nbytes) > 0
 
 
 @pytest.mark.gpu
