@@ -1,6 +1,7 @@
 """Models of which vLLM has kernels for GPUs alone, on two real engines that share one GPU: those
 that keep a state beside attention or latents, DeepSeek's latents with and without an indexer, fp8
-with a scale for each token, and, on two GPUs, latents whose tokens two ranks share.
+with a scale for each token, and, on two GPUs, latents whose tokens two ranks share and states of
+which each rank has a part.
 
 Prefill computes in chunks, and its blocks have another size than decode's. In float32 where the
 kernels have it. In bfloat16 a decode step rounds otherwise than a step of prefill, so that a token
@@ -72,8 +73,12 @@ def latent(model: str, groups: str, **both: str) -> Case:
 
 
 MAMBA2 = state("granite", PRECISE)
+# Of which each rank reads its part of the weights
+PARTED, PARTED_GROUPS = (state(name, PRECISE) for name in ("state", "grouped-state"))
+PARTED_NET = state("even-delta-net", DELTA_NET)
 WHOLE = latent("deep-latent", "MLAAttentionSpec")
-SHARED = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+SPLIT = {"tensor_parallel_size": 2}
+SHARED = SPLIT | {"decode_context_parallel_size": 2}
 CASES = {
     "mamba1": state("jamba", PRECISE),
     "mamba2": MAMBA2,
@@ -84,6 +89,10 @@ CASES = {
     "gated-delta-net": state("qwen3-next", DELTA_NET),
     "gated-delta-net-dense": state("qwen3.5", DELTA_NET),
     "kimi-delta-attention": state("kimi-linear", ROUNDED, "MLAAttentionSpec"),
+    "parted-mamba2-to-whole": replace(PARTED, prefill=PARTED.prefill | SPLIT),
+    "whole-mamba2-to-parted": replace(PARTED, decode=PARTED.decode | SPLIT),
+    "parted-groups-to-whole": replace(PARTED_GROUPS, prefill=PARTED_GROUPS.prefill | SPLIT),
+    "whole-delta-net-to-parted": replace(PARTED_NET, decode=PARTED_NET.decode | SPLIT),
     "linear-attention": state("ling", ROUNDED, "MLAAttentionSpec"),
     "latents": latent("deepseek-v3", "MLAAttentionSpec"),
     "sparse-latents": latent("deepseek-v3.2", "UniformTypeKVCacheSpecs"),
@@ -106,7 +115,7 @@ CASES = {
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     found = CASES[request.param]
-    if "shared" in request.param and torch.cuda.device_count() < 2:
+    if "tensor_parallel_size" in found.prefill | found.decode and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     skip_if_refused(found.both.get("kv_cache_dtype", "auto"))
     return found
