@@ -792,7 +792,7 @@ NO_INPUT: Mapping[str, str] = {
     "transports/tcp_pipe.py:TcpSinkLane._serve": "512 bytes, each field is tried by test_tcp_pipe",
     "transports/ucx_library.py:Ucx.connect": "test_native_peers: a process ends if it is wrong",
     "transports/visitors.py:_received": "a record of the kernel",
-    "transports/visitors.py:Visitors.meet": "an event of ZeroMQ",
+    "transports/visitors.py:Visitors._take_events": "an event of ZeroMQ",
     "transports/visitors.py:Visitors._has_ended": "a number that the ROUTER gave",
     "transports/zmq_pipe.py:ZmqSourceLane.staging": "bytes without a form",
     "transports/zmq_pipe.py:ZmqSinkLane.payload": "bytes without a form",

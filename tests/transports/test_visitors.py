@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import zmq
@@ -52,6 +53,13 @@ def inbox(router: Socket, visitors: Visitors) -> Inbox:
 
 def endpoint_of(router: Socket) -> str:
     return router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def until(wanted: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not wanted():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def turn(inbox: Inbox, *, each_s: float = 0.0) -> list[list[bytes]]:
@@ -218,11 +226,22 @@ def test_who_has_the_descriptor_of_one_that_has_ended_is_not_taken_for_it(
         assert visitors.take_gone() == [name.bytes]
 
 
+def knock(router: Socket, number: int, wait_s: float | None = None) -> int:
+    """Connections that go at once, until one waits too long. Returns how many there were."""
+    where = "127.0.0.1", int(endpoint_of(router).rsplit(":")[-1])
+    for made in range(number):
+        try:
+            socket.create_connection(where, wait_s).close()
+        except TimeoutError:
+            return made
+    return number
+
+
 def test_who_came_behind_many_others_is_not_taken_for_gone(
-    router: Socket, visitors: Visitors, inbox: Inbox
+    router: Socket, visitors: Visitors, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _ in range(MESSAGES_PER_TURN // 2 + 1):  # two events each
-        socket.create_connection(("127.0.0.1", int(endpoint_of(router).rsplit(":")[-1]))).close()
+    monkeypatch.setattr(visitors_module, "TURN_S", 0.0)  # a look at 32 events
+    knock(router, 100)  # two events each
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x"))
         assert router.poll(120_000)
@@ -232,6 +251,34 @@ def test_who_came_behind_many_others_is_not_taken_for_gone(
         assert (visitors.take_gone(), len(visitors)) == ([], 1)
         (fd,) = visitors._visitors
         assert visitors.name_of(fd) is not None
+
+
+def test_a_listener_takes_no_more_connections_than_somebody_looks_at(
+    router: Socket, visitors: Visitors, inbox: Inbox
+) -> None:
+    """ZeroMQ waits with 1,000 events beside MOST_EVENTS, some of each connection; the kernel
+    keeps 100 connections or more, and lets the next one wait.
+    """
+    most = (visitors_module.MOST_EVENTS + 1000) // 2
+    backlog = int(Path("/proc/sys/net/core/somaxconn").read_text(encoding="ascii"))
+    made = knock(router, 2 * (most + backlog), wait_s=0.5)
+    assert made <= most + backlog + 2
+    until(visitors.meet)
+    with closing(zmtp.connect(endpoint_of(router))) as peer:
+        peer.sendall(zmtp.frame(b"x"))
+        assert router.poll(120_000)
+        assert len(turn(inbox)) == 1
+
+
+def test_a_listener_is_closed_of_which_nobody_has_read(router: Socket) -> None:
+    """With the interpreter's lock this waits for a lock of ZeroMQ's, which a thread has that waits
+    for room.
+    """
+    visitors = Visitors(router.context, router, 1 << 20)
+    router.bind("tcp://127.0.0.1:*")
+    knock(router, visitors_module.MOST_EVENTS, wait_s=0.5)
+    visitors.close()
+    assert visitors.monitor.closed
 
 
 def test_who_was_unsure_is_known_when_he_speaks_again(
@@ -253,13 +300,6 @@ def test_who_was_unsure_is_known_when_he_speaks_again(
 
 
 # ------------------------------------------------------------------ what lies there
-
-
-def until(wanted: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not wanted():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_what_was_not_read_is_counted_to_the_byte(
@@ -307,7 +347,7 @@ class LateMonitor:
         self._teller, heard = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._teller.bind("inproc://late")
         heard.connect("inproc://late")
-        visitors._events = Inbox(heard)
+        visitors._events = heard
         self._sockets = (self._teller, heard)
 
     def hear(self, kind: int) -> None:
@@ -315,6 +355,13 @@ class LateMonitor:
         while not self._heard or EVENT.unpack(self._heard[-1][0])[0] != kind:
             assert self._said.poll(120_000)
             self._heard.append(self._said.recv_multipart())
+
+    def hear_ends(self, number: int) -> None:
+        """Up to the end of so many connections."""
+        while number:
+            assert self._said.poll(120_000)
+            self._heard.append(self._said.recv_multipart())
+            number -= EVENT.unpack(self._heard[-1][0])[0] == zmq.EVENT_DISCONNECTED
 
     def tell(self) -> None:
         """All that was heard."""
@@ -332,6 +379,27 @@ class LateMonitor:
 def late(router: Socket, visitors: Visitors) -> Iterator[LateMonitor]:
     with closing(LateMonitor(visitors, router.context)) as late:
         yield late
+
+
+def test_who_came_and_went_among_many_is_not_looked_at(
+    router: Socket, visitors: Visitors, late: LateMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    enter = visitors._enter
+
+    def counted(fd: int) -> None:
+        looks.append(fd)
+        enter(fd)
+
+    monkeypatch.setattr(visitors, "_enter", counted)
+    knock(router, 100)
+    with closing(zmtp.connect(endpoint_of(router))):
+        knock(router, 100)
+        late.hear_ends(200)
+        late.tell()
+        until(visitors.meet)
+        assert len(visitors) == 1
+        assert 0 < len(looks) < 60
 
 
 def read(router: Socket, inbox: Inbox) -> list[bytes]:
