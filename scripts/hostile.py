@@ -53,6 +53,8 @@ BEGIN_S = 60.0
 BUSY = Case(name="a busy core", fate=Fate.SILENT)
 START_S = 0.3
 """From an attacker's begin to the loads beside it."""
+REST_S, REST_LOADS = 0.25, 5
+"""What an attacker has left is read before the next loads count as those without."""
 IMPORTED = ["kvxfer.bench.core", "kvxfer.bench.engines", "tests.hostile.rig"]
 """What this module needs: or each attacker, which begins with it, imports that again."""
 MOST_TURN_S = 60.0
@@ -128,10 +130,14 @@ def main() -> int:
         if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases)
         and not (options.spread and case.setting.slow)
     ]
-    rows: list[Row] = []
     cores = divided(os.sched_getaffinity(0), is_shared=options.share_cores)
     command = shlex.join(["python", "scripts/hostile.py", *sys.argv[1:]])
     facts = facts_of(command, ("pyzmq",)) | {"cores": cores.text}
+    title = "Loads of an honest pair beside hostile peers"
+    report = Report(options.out, "hostile", title, facts, _tables) if options.out else None
+    rows: list[Row] = []
+    if report is not None:
+        report.records["rows"] = rows
     os.sched_setaffinity(0, cores.pair)  # before there are threads, which inherit it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
@@ -148,11 +154,8 @@ def main() -> int:
             honest = replace(pairs[case.keys], held=pairs[case.keys].offer())
             rows.append(_measured(context, honest, number, case, cores, options.loads))
             print(line_of(COLUMNS, rows[-1], SHOWN), flush=True)
-    if options.out is not None:
-        title = "Loads of an honest pair beside hostile peers"
-        report = Report(options.out, "hostile", title, facts, _tables)
-        report.records["rows"] = rows
-        report.write()
+            if report is not None:  # each time: whoever ends the run keeps what there is
+                report.write()
     missed = [row for row in rows if row.missed or not row.rounds]
     for row in missed:
         what = ", ".join(row.missed) or "a whole attack"
@@ -227,6 +230,9 @@ def _measured(
         finally:
             attacker.kill()
             attacker.join()
+        time.sleep(REST_S)
+        _times_ms(honest, REST_LOADS)
+    honest.sink.take_stats()  # or the reports of all loads would lie there
     gc.collect()
     peak_nbytes, grown_nbytes = peak.grown_nbytes, peak.left_nbytes
     after = honest.source.take_stats().counts

@@ -63,6 +63,10 @@ engine's thread, and both would want the interpreter while it launches its step'
 async scheduling that of the next: on two H200s a first token is out 9 ms later, and 0.3 of these
 went to a thread that came after 5.
 """
+MOST_CANCELLED = 128
+"""Timers that lie there until their time. Three of each load would, of clocks of up to 300 s, and a
+collection of Python's garbage looks at them all.
+"""
 OVERDUE_S = 0.1
 """Timers wait for sockets no longer than this: a flood must not stop the clocks. Each reader has a
 turn of 1 ms (``visitors``) and what it began, so that a round beside it is short, too.
@@ -88,13 +92,16 @@ _Member = TypeVar("_Member", bound=Pollable)
 class Timer:
     """One call at one time; ``cancel`` may be called at any time on the IO thread."""
 
-    __slots__ = ("call",)
+    __slots__ = ("_io", "call")
 
-    def __init__(self, call: _Later) -> None:
+    def __init__(self, io: IoThread, call: _Later) -> None:
+        self._io = io
         self.call: _Later | None = call
 
     def cancel(self) -> None:
-        self.call = None
+        if self.call is not None:
+            self.call = None
+            self._io.num_cancelled += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +158,8 @@ class IoThread:
         self._handlers: dict[ZmqSocket, Call] = {}
         self._groups: list[_Group] = []
         self._timers: list[tuple[float, int, Timer]] = []
+        self.num_cancelled = 0
+        """Timers, since those were last thrown away that have no call any more."""
         self._order = itertools.count()
         self._stopping = False
         self._num_rounds = 0
@@ -256,7 +265,11 @@ class IoThread:
     # -------------------------------------------------- on the thread or in its place (or before)
 
     def after(self, delay_s: float, call: Callable[[*Args], object], *args: *Args) -> Timer:
-        timer = Timer((call, args))
+        if self.num_cancelled > max(MOST_CANCELLED, len(self._timers) // 2):
+            self._timers = [entry for entry in self._timers if entry[2].call is not None]
+            heapq.heapify(self._timers)
+            self.num_cancelled = 0
+        timer = Timer(self, (call, args))
         heapq.heappush(self._timers, (self.now() + delay_s, next(self._order), timer))
         return timer
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 import pytest
 import zmq
 
-from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.io_thread import MOST_CANCELLED, IoThread, ZmqSocket
 from tests.connector.rig import until
 
 
@@ -103,6 +103,22 @@ def test_a_handler_that_fails_is_counted_and_the_loop_goes_on(
         until(lambda: done)
     assert len(errors) == 2
     assert io.stop(2)
+
+
+def test_cancelled_timers_do_not_pile_up(io: IoThread) -> None:
+    fired: list[int] = []
+    kept = [io.after(0.01 + number / 1e6, fired.append, number) for number in range(300)]
+    for number in range(10_000):
+        timer = io.after(300.0, fired.append, -1)
+        timer.cancel()
+        timer.cancel()  # once more is nothing
+        if number % 100 == 0:
+            kept[number // 100 * 3].cancel()
+        assert len(io._timers) < 2 * (300 + MOST_CANCELLED)
+    io.after(0.02, fired.append, 300)
+    io.start()
+    until(lambda: 300 in fired)
+    assert fired == [number for number in range(301) if number % 3 or number == 300]
 
 
 def test_sockets_are_read_before_timers_fire(
