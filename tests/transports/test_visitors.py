@@ -16,6 +16,7 @@ from kvxfer.transports import visitors as visitors_module
 from kvxfer.transports.visitors import (
     EVENT,
     MESSAGES_PER_TURN,
+    MOST_LAST_WORDS,
     MOST_PARTS,
     TURN_S,
     Backlog,
@@ -56,7 +57,7 @@ def endpoint_of(router: Socket) -> str:
 
 
 def until(wanted: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while not wanted():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -279,6 +280,58 @@ def test_a_listener_is_closed_of_which_nobody_has_read(router: Socket) -> None:
     knock(router, visitors_module.MOST_EVENTS, wait_s=0.5)
     visitors.close()
     assert visitors.monitor.closed
+
+
+def test_what_one_that_was_sent_away_has_left_is_thrown_away(
+    router: Socket, visitors: Visitors, inbox: Inbox
+) -> None:
+    with (
+        closing(zmtp.connect(endpoint_of(router))) as rude,
+        closing(zmtp.connect(endpoint_of(router), address="127.0.0.9")) as peer,
+    ):
+        rude.sendall(zmtp.frame(b"x") * 1000)
+        assert router.poll(120_000)
+        name, *_ = next(inbox.receive())
+        visitors.unread(name.bytes, most=1)
+        assert visitors.is_spent(name.bytes)
+        peer.sendall(zmtp.frame(b"y"))
+        heard: list[list[bytes]] = []
+
+        def has_heard() -> bool:
+            heard.extend(turn(inbox))
+            return [b"y"] in heard
+
+        until(has_heard)
+        assert heard + all_of(inbox, router) == [[b"y"]]
+
+
+def test_of_one_that_has_ended_so_many_last_words_come(
+    router: Socket, visitors: Visitors, inbox: Inbox
+) -> None:
+    for _ in range(2):
+        with closing(zmtp.connect(endpoint_of(router))) as peer:
+            peer.sendall(zmtp.frame(b"x") * (MOST_LAST_WORDS + 100))
+        until(lambda: visitors.meet() and len(visitors) == 0)
+        assert all_of(inbox, router) == [[b"x"]] * MOST_LAST_WORDS
+        assert len(visitors.take_gone()) == 1
+
+
+def test_who_names_itself_and_is_back_is_heard(
+    router: Socket, visitors: Visitors, inbox: Inbox
+) -> None:
+    with router.context.socket(zmq.DEALER) as first:
+        first.routing_id = b"same"
+        first.connect(endpoint_of(router))
+        for _ in range(MOST_LAST_WORDS + 100):
+            first.send(b"x")
+    until(lambda: visitors.meet() and len(visitors) == 0)
+    assert all_of(inbox, router) == [[b"x"]] * MOST_LAST_WORDS
+    with router.context.socket(zmq.DEALER) as again:
+        again.routing_id = b"same"
+        again.connect(endpoint_of(router))
+        again.send(b"y")
+        assert router.poll(120_000)
+        assert all_of(inbox, router) == [[b"y"]]
 
 
 def test_who_was_unsure_is_known_when_he_speaks_again(
