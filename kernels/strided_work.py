@@ -6,6 +6,7 @@ token 0. All pairs of a launch share the offsets of their tokens, which are work
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 _WORDS_NBYTES = (16, 8, 4, 2, 1)
@@ -156,9 +157,9 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
         )
     joined = widest(work)
     word = word_nbytes(joined)
-    run = _run_words(joined, word)
-    if run > 1:
-        joined = _in_runs(joined, run)
+    tokens_first = _are_tokens_first(joined)
+    run = 1 if tokens_first else _run_words(joined, word)
+    joined = _in_runs(joined, run)
     inner_words = joined.inner_nbytes // (word * run)
     num_words = joined.num_tokens * inner_words
     num_pairs = num_regions * joined.num_heads
@@ -176,7 +177,6 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
     num_tiles, num_groups = -(-num_words // lanes), -(-num_pairs // pairs)
     num_units = num_tiles * num_groups
     by_channel = joined.channel_nbytes > 0
-    tokens_first = _are_tokens_first(joined)
     params = (
         num_words,
         num_groups,
@@ -259,15 +259,20 @@ def word_nbytes(work: CopyWork) -> int:
     """The widest access that every address, stride and size allows."""
     numbers = [work.align_nbytes, work.channel_nbytes or work.inner_nbytes]
     for side in (work.source, work.sink):
-        numbers.append(side.stride_block)
-        if work.num_heads > 1:
-            numbers.append(side.stride_head)
-        if side.kernel_tokens > 1:
-            numbers.append(side.stride_token)
+        numbers += _steps(work, side)
         if work.channel_nbytes:
             numbers.append(side.stride_channel)
     common = math.gcd(*numbers)
     return next(word for word in _WORDS_NBYTES if common % word == 0)
+
+
+def _steps(work: CopyWork, side: CopySide) -> Iterator[int]:
+    """The strides of a side that are taken, but that of channels."""
+    yield side.stride_block
+    if work.num_heads > 1:
+        yield side.stride_head
+    if side.kernel_tokens > 1:
+        yield side.stride_token
 
 
 def _are_tokens_first(work: CopyWork) -> bool:
@@ -287,14 +292,9 @@ def _run_words(work: CopyWork, word: int) -> int:
     is_run = (
         word == work.channel_nbytes == source.stride_channel != work.sink.stride_channel
         and word <= _NARROW_NBYTES
-        and not _are_tokens_first(work)
     )
-    numbers = [work.align_nbytes, work.inner_nbytes, source.stride_block]
-    if work.num_heads > 1:
-        numbers.append(source.stride_head)
-    if source.kernel_tokens > 1:
-        numbers.append(source.stride_token)
-    return _RUN_WORDS if is_run and math.gcd(*numbers) % (word * _RUN_WORDS) == 0 else 1
+    common = math.gcd(work.align_nbytes, work.inner_nbytes, *_steps(work, source))
+    return _RUN_WORDS if is_run and common % (word * _RUN_WORDS) == 0 else 1
 
 
 def _in_runs(work: CopyWork, num_words: int) -> CopyWork:

@@ -232,7 +232,8 @@ def _measured(
             attacker.join()
         time.sleep(REST_S)
         _times_ms(honest, REST_LOADS)
-    honest.sink.take_stats()  # or the reports of all loads would lie there
+    for worker in honest.sink.workers:  # or the reports of all loads would lie there
+        worker.get_kv_connector_stats()
     gc.collect()
     peak_nbytes, grown_nbytes = peak.grown_nbytes, peak.left_nbytes
     after = honest.source.take_stats().counts

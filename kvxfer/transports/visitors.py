@@ -209,6 +209,7 @@ class Inbox:
         there.
         """
         recv, counter = self._socket.recv, self._counter
+        visitors = counter if isinstance(counter, Visitors) else None
         until_s = time.perf_counter() + TURN_S
         try:
             for _ in range(MESSAGES_PER_TURN):
@@ -223,7 +224,6 @@ class Inbox:
                         frames.append(recv(_NOBLOCK, copy=False))
                 if counter is not None:
                     fd = counter.heard(frames)
-                visitors = counter if isinstance(counter, Visitors) else None
                 is_spent = visitors is not None and visitors.is_spent(frames[0].bytes)
                 if frames[-1].more:
                     if visitors is None:
@@ -301,7 +301,6 @@ class Visitors:
         self.key: str | None = None
         self.monitor = _make_monitor(context, socket)
         self._socket = socket
-        self._events = self.monitor
         self._most_nbytes = most_nbytes
         self._most = most_connections()
         self._visitors: dict[int, _Visitor] = {}
@@ -328,19 +327,7 @@ class Visitors:
         while not is_all:
             events = self._take_events()
             is_all = len(events) < _EVENTS_AT_A_TIME
-            # Who came and went among so many is not looked at: that takes longer than to come
-            ends = {fd: at for at, (kind, fd, _) in enumerate(events) if kind == _ENDED}
-            for at, (kind, fd, where) in enumerate(events):
-                if kind == zmq.EVENT_ACCEPTED:
-                    if is_all or ends.get(fd, -1) < at:
-                        self._enter(fd)
-                elif kind in _FAILED and where[:3] == b"tcp":  # engines probe Unix sockets
-                    self._failed_with = fd  # an error; the next event ends its connection
-                    # Not who only connects and goes, as probes of a port do
-                    self._num_failed += kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                elif kind == _ENDED:
-                    self._tell_failed(fd)
-                    self._leave(fd)
+            self._note(events, is_behind=not is_all)
             if time.perf_counter() >= until_s:
                 break
         if is_all and self._unsure:
@@ -349,9 +336,25 @@ class Visitors:
                 self._settle(fd, name)
         return is_all
 
+    def _note(self, events: Sequence[tuple[int, int, bytes]], *, is_behind: bool) -> None:
+        """``is_behind``: who came and went among these is not looked at, which takes longer than to
+        come.
+        """
+        ends = {fd: at for at, (kind, fd, _) in enumerate(events) if is_behind and kind == _ENDED}
+        for at, (kind, fd, where) in enumerate(events):
+            if kind == zmq.EVENT_ACCEPTED and ends.get(fd, -1) < at:
+                self._enter(fd)
+            elif kind in _FAILED and where[:3] == b"tcp":  # engines probe Unix sockets
+                self._failed_with = fd  # an error; the next event ends its connection
+                # Not who only connects and goes, as probes of a port do
+                self._num_failed += kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            elif kind == _ENDED:
+                self._tell_failed(fd)
+                self._leave(fd)
+
     def _take_events(self) -> list[tuple[int, int, bytes]]:
         """Event, descriptor or error, and endpoint. Fewer than so many are all."""
-        recv, events = self._events.recv, []
+        recv, events = self.monitor.recv, []
         try:
             for _ in range(_EVENTS_AT_A_TIME):
                 events.append((*EVENT.unpack(recv(_NOBLOCK)), recv(_NOBLOCK)))

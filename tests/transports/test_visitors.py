@@ -400,7 +400,7 @@ class LateMonitor:
         self._teller, heard = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         self._teller.bind("inproc://late")
         heard.connect("inproc://late")
-        visitors._events = heard
+        visitors.monitor = heard
         self._sockets = (self._teller, heard)
 
     def hear(self, kind: int) -> None:
@@ -424,6 +424,7 @@ class LateMonitor:
         self._visitors.meet()
 
     def close(self) -> None:
+        self._visitors.monitor = self._said
         for each in self._sockets:
             each.close(linger=0)
 
