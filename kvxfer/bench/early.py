@@ -76,8 +76,8 @@ _KEPT_NBYTES = str(1 << 30)
 _ENVIRONMENT = {
     "UCX_TLS": "tcp",
     "OMP_NUM_THREADS": "1",
-    # glibc would give a step's scores back to the kernel and take them anew, or not, by what else
-    # the process has freed: that made prefill 0 to 30 % slower, with one wire more than another
+    # glibc gives a step's scores back to the kernel and takes them anew, unless somebody has taught
+    # it otherwise, as the zmq pipe does (zmq_pipe): prefill beside tcp took up to 30 % longer
     "MALLOC_MMAP_THRESHOLD_": _KEPT_NBYTES,
     "MALLOC_TRIM_THRESHOLD_": _KEPT_NBYTES,
 }

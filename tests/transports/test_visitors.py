@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kvxfer.transports.visitors import (
     Visitors,
 )
 from tests import zmtp
+from tests.connector.rig import until
 
 Socket = zmq.Socket[bytes]
 
@@ -54,13 +55,6 @@ def inbox(router: Socket, visitors: Visitors) -> Inbox:
 
 def endpoint_of(router: Socket) -> str:
     return router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-
-
-def until(wanted: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 120
-    while not wanted():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def turn(inbox: Inbox, *, each_s: float = 0.0) -> list[list[bytes]]:
