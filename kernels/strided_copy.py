@@ -10,9 +10,10 @@ A unit is one tile of tokens x words for a few pairs. Few programs share the uni
 takes a run of them, and offsets of a tile are worked out once and serve all its pairs. Or each unit
 has a program of its own (``WHOLE_GPU``).
 
-An access of 16 bytes is two int64 side by side in one thread. That the compiler sees it shows in
-``launch_copy(...).asm["ptx"]``: ld.global.v2.b64 and st.global.v2.b64. A run is narrow channels
-that lie side by side at the source and apart at the sink: it is loaded at once.
+Lanes run along the words of a token; or along some tokens of a word, where a side has those
+together. An access of 16 bytes is two int64 side by side in one thread. That the compiler sees it
+shows in ``launch_copy(...).asm["ptx"]``: ld.global.v2.b64 and st.global.v2.b64. A run is narrow
+words that lie side by side at the source and apart at the sink: it is loaded at once.
 """
 
 import torch
@@ -71,7 +72,7 @@ def _copy_pairs(
     heads,
     offsets,
     lane,
-    num_words,
+    num_lanes,
     pair,
     num_pairs,
     ELEMENT: tl.constexpr,
@@ -79,8 +80,8 @@ def _copy_pairs(
     PAIRS: tl.constexpr,
 ):
     """Copy PAIRS pairs from ``pair`` on. ``tables``, ``offsets``: of the source and of the sink;
-    ``heads``: their number, its magic number and shift, the strides of both sides, and how far from
-    each other the sink has the words of a run.
+    ``heads``: their number, its magic number and shift, and the strides of both sides. The sink's
+    offsets are [lanes, words of a run] where there are runs, else [lanes].
 
     Calls itself between its load and its store, so that all loads come before the first store: the
     compiler could not move them there, since it cannot know that nothing overlaps.
@@ -88,17 +89,40 @@ def _copy_pairs(
     region, head = _divide(tl.minimum(pair, num_pairs - 1), heads[0], heads[1], heads[2])
     given = tl.load(tables[0] + region) + head * heads[3]
     taken = tl.load(tables[1] + region) + head * heads[4]
-    mask = (lane < tl.where(pair < num_pairs, num_words, 0))[:, None]
+    mask = (lane < tl.where(pair < num_pairs, num_lanes, 0))[:, None]
     words = tl.load(_words_at(given, offsets[0], ELEMENT, VEC), mask=mask)
     if PAIRS > 1:
         _copy_pairs(
-            tables, heads, offsets, lane, num_words, pair + 1, num_pairs, ELEMENT, VEC, PAIRS - 1
+            tables, heads, offsets, lane, num_lanes, pair + 1, num_pairs, ELEMENT, VEC, PAIRS - 1
         )
     if VEC > 1 and ELEMENT.primitive_bitwidth < 64:
-        run = (taken + offsets[1])[:, None] + (tl.arange(0, VEC) * heads[5])[None, :]
-        tl.store(run.to(tl.pointer_type(ELEMENT)), words, mask=mask)
+        tl.store((taken + offsets[1]).to(tl.pointer_type(ELEMENT)), words, mask=mask)
     else:
         tl.store(_words_at(taken, offsets[1], ELEMENT, VEC), words, mask=mask)
+
+
+@triton.jit
+def _place(numbers, number, BY_CHANNEL: tl.constexpr, TOKENS_FIRST: tl.constexpr):
+    """Token, channel and word of each number, by which the words of a pair are counted."""
+    if TOKENS_FIRST:
+        rest, slot = _divide_by(number, numbers + 6)
+        chunk, word = _divide_by(rest, numbers + 9)
+        token = chunk * tl.load(numbers + 6).to(tl.int32) + slot
+    else:
+        token, word = _divide_by(number, numbers + 9)
+    channel = word
+    if BY_CHANNEL:
+        channel, word = _divide_by(word, numbers + 12)
+    return token, channel, word
+
+
+@triton.jit
+def _offset(side, ids, place, wanted, WORD: tl.constexpr, BY_CHANNEL: tl.constexpr):
+    """Byte offset of each place from the address of any pair."""
+    offset = _token_offset(side, ids, place[0], wanted)
+    if BY_CHANNEL:
+        offset += place[1].to(tl.int64) * tl.load(side + 10)
+    return offset + place[2] * WORD
 
 
 @triton.jit
@@ -107,27 +131,24 @@ def _tile_offsets(
     source_ids,
     sink_ids,
     lane,
-    num_words,
+    num_lanes,
     WORD: tl.constexpr,
+    RUN: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
 ):
-    """Byte offsets of each lane from the address of any pair, of the source and of the sink. A run
-    counts as a word.
+    """Of the words of each lane, or the first of its run: at the source [lanes], at the sink
+    [lanes] or [lanes, RUN].
     """
-    source, sink = numbers + _SOURCE, numbers + _SINK
-    wanted = lane < num_words
-    if TOKENS_FIRST:
-        word, token = _divide_by(lane, numbers + 6)
-    else:
-        token, word = _divide_by(lane, numbers + 6)
-    source_offset = _token_offset(source, source_ids, token, wanted)
-    sink_offset = _token_offset(sink, sink_ids, token, wanted)
-    if BY_CHANNEL:
-        channel, word = _divide_by(word, numbers + 9)
-        source_offset += channel.to(tl.int64) * tl.load(source + 10)
-        sink_offset += channel.to(tl.int64) * tl.load(sink + 10)
-    return source_offset + word * WORD, sink_offset + word * WORD
+    wanted = lane < num_lanes
+    place = _place(numbers, lane * RUN, BY_CHANNEL, TOKENS_FIRST)
+    given = _offset(numbers + _SOURCE, source_ids, place, wanted, WORD, BY_CHANNEL)
+    if RUN > 1:
+        number = lane[:, None] * RUN + tl.arange(0, RUN)[None, :]
+        place = _place(numbers, number, BY_CHANNEL, TOKENS_FIRST)
+        wanted = number < num_lanes * RUN
+    taken = _offset(numbers + _SINK, sink_ids, place, wanted, WORD, BY_CHANNEL)
+    return given, taken
 
 
 @triton.jit(
@@ -154,7 +175,8 @@ def _copy_kernel(
     TOKENS_FIRST: tl.constexpr,
     ALONE: tl.constexpr,
 ):
-    num_words = tl.load(numbers)
+    RUN: tl.constexpr = VEC if ELEMENT.primitive_bitwidth < 64 else 1
+    num_lanes = tl.load(numbers)
     num_groups = tl.load(numbers + 1)
     num_pairs = tl.load(numbers + 2)
     tables = (source_table, sink_table)
@@ -164,9 +186,8 @@ def _copy_kernel(
         tl.load(numbers + 5),
         tl.load(numbers + _SOURCE + 11),
         tl.load(numbers + _SINK + 11),
-        tl.load(numbers + _SINK + 10) // VEC,
     )
-    num_tiles = tl.cdiv(num_words, LANES)
+    num_tiles = tl.cdiv(num_lanes, LANES)
     if ALONE:
         # What runs at one time lies close together: tiles of the same pairs follow each other.
         # Divided in 32 bits and written out, because a program does little else: loops of one turn
@@ -176,10 +197,10 @@ def _copy_kernel(
         tile = tl.program_id(0) - group * tiles
         lane = tile * LANES + tl.arange(0, LANES)
         offsets = _tile_offsets(
-            numbers, source_ids, sink_ids, lane, num_words, WORD, BY_CHANNEL, TOKENS_FIRST
+            numbers, source_ids, sink_ids, lane, num_lanes, WORD, RUN, BY_CHANNEL, TOKENS_FIRST
         )
         _copy_pairs(
-            tables, heads, offsets, lane, num_words, group * PAIRS, num_pairs, ELEMENT, VEC, PAIRS
+            tables, heads, offsets, lane, num_lanes, group * PAIRS, num_pairs, ELEMENT, VEC, PAIRS
         )
     else:
         num_units = num_tiles * num_groups
@@ -188,7 +209,7 @@ def _copy_kernel(
         for tile in range(first_unit // num_groups, tl.cdiv(end_unit, num_groups)):
             lane = (tile * LANES + tl.arange(0, LANES)).to(tl.int32)
             offsets = _tile_offsets(
-                numbers, source_ids, sink_ids, lane, num_words, WORD, BY_CHANNEL, TOKENS_FIRST
+                numbers, source_ids, sink_ids, lane, num_lanes, WORD, RUN, BY_CHANNEL, TOKENS_FIRST
             )
             first_group = tl.maximum(first_unit - tile * num_groups, 0)
             end_group = tl.minimum(end_unit - tile * num_groups, num_groups)
@@ -198,7 +219,7 @@ def _copy_kernel(
                     heads,
                     offsets,
                     lane,
-                    num_words,
+                    num_lanes,
                     group * PAIRS,
                     num_pairs,
                     ELEMENT,

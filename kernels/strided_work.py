@@ -28,20 +28,23 @@ _ALONE_LANES = 256
 ALONE_WARPS = 4
 MANY = 264
 """Programs on a whole GPU where words are narrower: two for each SM of an H200."""
-# Lanes along 3 tokens of 2 bytes took each word from another row: 0.15 of a memcpy between GPUs
+# Lanes along 3 tokens of 2 bytes took each word from another row: 0.15 of a memcpy between GPUs.
+# Where the source has those together, lanes along channels fetched each sector once for each of
+# them: 0.30. So lanes follow the source where they do not follow the sink.
 _LEAST_RUN_TOKENS = 8
 # A word of 2 bytes takes a program as long as one of 16: between two H200s 32 programs made 0.26 of
 # a memcpy, 64 of them 0.51, 128 0.82, 264 0.84. Words of 4 bytes were as fast with 32 as with 264.
 _NARROW_NBYTES, _NARROW_TIMES = 2, 8
-# Two channels of 2 bytes that lie side by side at the source alone are loaded at once: 0.94 of a
-# memcpy between two H200s, one by one 0.84, four at once 0.93 to 0.94 and eight less
+# Two words of 2 bytes that lie side by side at the source alone are loaded at once: channels of a
+# token made 0.94 of a memcpy between two H200s, one by one 0.84, four at once 0.93 to 0.94 and
+# eight less
 _RUN_WORDS = 2
 # A quotient is (number * magic) >> shift, for numbers below 2**31: see divisor
 _NUMBER_BITS = 31
 # So that words, tokens and lanes behind the last word are such numbers
 MAX_REGION_NBYTES = 1 << 30
 
-HEAD_PARAMS = 12
+HEAD_PARAMS = 15
 SIDE_PARAMS = 12
 NUM_PARAMS = HEAD_PARAMS + 2 * SIDE_PARAMS
 
@@ -114,8 +117,8 @@ class Launch:
     """A launch: what is compiled in, and ``params``, which the kernel reads from memory.
 
     Nothing but ``binary`` is compiled in: any two engines share a few binaries. ``run_words``: how
-    many words are loaded at once and stored apart; 1 unless channels lie so. ``alone``: each
-    program copies one tile of one pair.
+    many words are loaded at once and stored apart. ``tokens_first``: lanes run along tokens of a
+    word, and not along the words of a token. ``alone``: each program copies one tile of one pair.
     """
 
     params: tuple[int, ...]
@@ -157,11 +160,10 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
         )
     joined = widest(work)
     word = word_nbytes(joined)
-    tokens_first = _are_tokens_first(joined)
-    run = 1 if tokens_first else _run_words(joined, word)
-    joined = _in_runs(joined, run)
-    inner_words = joined.inner_nbytes // (word * run)
-    num_words = joined.num_tokens * inner_words
+    run_tokens = _run_tokens(joined)
+    run = _run_words(joined, word, run_tokens)
+    inner_words = joined.inner_nbytes // word
+    num_lanes = joined.num_tokens * inner_words // run
     num_pairs = num_regions * joined.num_heads
     alone = num_programs == WHOLE_GPU and word == _WORDS_NBYTES[0]
     if alone:
@@ -174,16 +176,17 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
     most_programs = num_programs or MANY
     if word <= _NARROW_NBYTES:
         most_programs = max(most_programs, min(MANY, _NARROW_TIMES * most_programs))
-    num_tiles, num_groups = -(-num_words // lanes), -(-num_pairs // pairs)
+    num_tiles, num_groups = -(-num_lanes // lanes), -(-num_pairs // pairs)
     num_units = num_tiles * num_groups
     by_channel = joined.channel_nbytes > 0
     params = (
-        num_words,
+        num_lanes,
         num_groups,
         num_pairs,
         *divisor(joined.num_heads),
-        *divisor(max(1, joined.num_tokens) if tokens_first else inner_words),
-        *divisor(joined.channel_nbytes // (word * run) if by_channel else inner_words),
+        *divisor(max(1, run_tokens)),
+        *divisor(inner_words),
+        *divisor(joined.channel_nbytes // word if by_channel else inner_words),
         *side_params(joined.source),
         *side_params(joined.sink),
     )
@@ -194,7 +197,7 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
         lanes=lanes,
         pairs=pairs,
         by_channel=by_channel,
-        tokens_first=tokens_first,
+        tokens_first=run_tokens > 0,
         alone=alone,
         num_programs=max(1, num_units if alone else min(most_programs, num_units)),
     )
@@ -275,35 +278,38 @@ def _steps(work: CopyWork, side: CopySide) -> Iterator[int]:
         yield side.stride_token
 
 
-def _are_tokens_first(work: CopyWork) -> bool:
-    """Do lanes run along the tokens of a channel? Where the sink has those side by side, and more
-    than a few in a block; else along the words of a token.
+def _run_tokens(work: CopyWork) -> int:
+    """Along how many tokens of a channel lanes run; 0: along the words of a token.
+
+    Along all of them where the sink has those together, and more than a few in a block; else along
+    those of a block where the source alone has them together, and only whole ones are copied.
     """
-    return (
-        work.channel_nbytes > 0
-        and work.sink.stride_token < work.sink.stride_channel
-        and work.sink.kernel_tokens >= _LEAST_RUN_TOKENS
-    )
+    source, sink = work.source, work.sink
+    if not work.channel_nbytes:
+        return 0
+    if sink.stride_token < sink.stride_channel:
+        return max(1, work.num_tokens) if sink.kernel_tokens >= _LEAST_RUN_TOKENS else 0
+    has_together = source.stride_token < source.stride_channel
+    are_whole = math.gcd(work.num_tokens, source.first_token) % source.kernel_tokens == 0
+    return source.kernel_tokens if has_together and are_whole else 0
 
 
-def _run_words(work: CopyWork, word: int) -> int:
-    """How many narrow channels, of a word each, are loaded by one access."""
-    source = work.source
-    is_run = (
-        word == work.channel_nbytes == source.stride_channel != work.sink.stride_channel
-        and word <= _NARROW_NBYTES
-    )
-    common = math.gcd(work.align_nbytes, work.inner_nbytes, *_steps(work, source))
+def _run_words(work: CopyWork, word: int, run_tokens: int) -> int:
+    """How many narrow words, each of a channel, are loaded by one access: those that follow each
+    other at the source alone, in the order of the lanes.
+    """
+    source, sink = work.source, work.sink
+    if word != work.channel_nbytes or word > _NARROW_NBYTES:
+        return 1
+    if run_tokens == 0:
+        is_run = word == source.stride_channel < sink.stride_channel
+        numbers = [work.inner_nbytes, *_steps(work, source)]
+    else:  # whole blocks: behind a channel's tokens come those of the next one
+        are_near = run_tokens * word == source.stride_channel
+        is_run = are_near and word == source.stride_token < sink.stride_token
+        numbers = [work.inner_nbytes * run_tokens, *_steps(work, replace(source, kernel_tokens=1))]
+    common = math.gcd(work.align_nbytes, *numbers)
     return _RUN_WORDS if is_run and common % (word * _RUN_WORDS) == 0 else 1
-
-
-def _in_runs(work: CopyWork, num_words: int) -> CopyWork:
-    """So many channels as one, which the sink has apart."""
-    source, sink = (
-        replace(side, stride_channel=side.stride_channel * num_words)
-        for side in (work.source, work.sink)
-    )
-    return replace(work, source=source, sink=sink, channel_nbytes=work.channel_nbytes * num_words)
 
 
 def _joined(side: CopySide, unit: int, stride_token: int) -> CopySide:

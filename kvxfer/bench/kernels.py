@@ -191,6 +191,7 @@ STATES = (
     (Shape("matrices", 36, 32, 128 * 128 * 2), "NHD1", "NHD1"),
     (Shape("inputs", 36, 1, 8192 * 2), "NHD3", "NHD3"),
     (Shape("inputs by channel", 36, 8192, 2), "NHD3", "HND3"),
+    (Shape("inputs by channel", 36, 8192, 2), "HND3", "NHD3"),
 )
 
 

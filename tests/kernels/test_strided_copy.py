@@ -283,7 +283,7 @@ def test_narrow_heads_are_channels(num_heads: int, inner: int, programs: int) ->
         wide = widest(work)
         assert (wide.num_heads, wide.channel_nbytes) == (1, inner)
         launch = plan_launch(work, NUM_REGIONS, programs)
-        assert (launch.by_channel, launch.tokens_first) == (True, False)
+        assert (launch.by_channel, launch.tokens_first) == (True, source is hnd)
         assert check(work, programs=programs) == inner
     # Of more tokens of a block, lanes take those that lie together at the sink
     long = work_of(nhd(16, num_heads, inner), hnd(48, num_heads, inner), 40, num_heads, inner)
@@ -307,7 +307,6 @@ def test_channels_that_the_source_alone_has_together_are_loaded_in_twos(
     assert run_words(work) == 2
     check(work, programs=programs)
     others = (
-        work_of(apart, together, 12, 700, inner),
         work_of(nhd(3, 701, inner), hnd(3, 701, inner), 12, 701, inner),
         work_of(nhd(3, 700, inner, padding=inner), apart, 12, 700, inner),
         work_of(nhd(3, 700, 4), hnd(3, 700, 4), 12, 700, 4),
@@ -321,6 +320,71 @@ def test_channels_that_the_source_alone_has_together_are_loaded_in_twos(
     check(crooked, lead=inner, programs=programs)
 
 
+@pytest.mark.parametrize("programs", [3, WHOLE_GPU])
+@pytest.mark.parametrize("inner", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [2, 3, 16])
+def test_lanes_run_along_the_tokens_of_a_block_that_the_source_alone_has_together(
+    tokens: int, inner: int, programs: int
+) -> None:
+    """So that the source is read in the order of its memory; in twos, where no two of a block are
+    cut.
+    """
+
+    def lanes(work: CopyWork) -> tuple[bool, int]:
+        launch = plan_launch(work, NUM_REGIONS, programs)
+        return launch.tokens_first, launch.run_words
+
+    source, sink = hnd(tokens, 350, inner), nhd(tokens, 350, inner)
+    step = (tokens + 2) * inner
+    work = work_of(source, sink, 4 * tokens, 350, inner)
+    assert lanes(work) == (True, 2 if inner < 4 else 1)
+    check(work, programs=programs)
+    one_by_one = [
+        replace(work, source=replace(source, first_token=1), num_tokens=2 * tokens),
+        work_of(hnd(tokens, 350, inner, padding=inner), sink, 4 * tokens, 350, inner),
+        # Half of a block of twice the tokens
+        work_of(hnd(2 * tokens, 350, inner), sink, tokens, 350, inner),
+        # Room between channels
+        replace(work, source=side_of(tokens, 350 * step, step, inner)),
+    ]
+    # Whole blocks or not: both binaries are compiled before they are needed, by 0 tokens and by 1
+    assert lanes(replace(work, num_tokens=0)) == lanes(work)
+    assert lanes(replace(work, num_tokens=1)) == lanes(one_by_one[0]) == (False, 1)
+    if tokens % 2:
+        odd = work_of(hnd(tokens, 351, inner), nhd(tokens, 351, inner), 9 * tokens, 351, inner)
+        one_by_one.append(odd)
+    for other in one_by_one:
+        assert plan_launch(other, NUM_REGIONS, programs).run_words == 1
+        check(other, programs=programs)
+    crooked = replace(work, align_nbytes=inner)
+    assert lanes(crooked) == (True, 1)
+    check(crooked, lead=inner, programs=programs)
+    # Kernel blocks of a larger one; and the sink's blocks are of another size
+    cut = replace(work, source=hnd(tokens, 350, inner, kernel_blocks=2), sink=nhd(5, 350, inner))
+    assert lanes(cut) == lanes(work)
+    check(cut, programs=programs)
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize("channel", [1, 2])
+def test_the_tokens_of_channels_that_heads_have(heads: int, channel: int) -> None:
+    """A key cache [head][channel][token], to one by token."""
+    inner = 6 * channel
+    sink = replace(nhd(8, heads, inner), stride_channel=channel)
+    work = work_of(turned(4, heads, inner, channel), sink, 36, heads, inner)
+    work = replace(work, channel_nbytes=channel)
+    launch = plan_launch(work, NUM_REGIONS, 3)
+    assert (launch.tokens_first, launch.run_words) == (True, 2)
+    assert check(work) == channel
+    crooked = replace(work, source=replace(work.source, stride_head=work.source.stride_head + 1))
+    if channel == 1:
+        crooked = replace(
+            crooked, source=replace(crooked.source, stride_block=heads * (4 * inner + 1) + 1)
+        )
+        assert plan_launch(crooked, NUM_REGIONS, 3).run_words == 1
+        check(crooked)
+
+
 def test_division_is_exact() -> None:
     """The quotients that the kernel takes by a multiplication, at the ends of their range."""
     for divisor in (1, 2, 3, 7, 16, 24, 41, 72, 1000, 65535, (1 << 30) - 1, 1 << 30):
@@ -328,7 +392,7 @@ def test_division_is_exact() -> None:
             block_tokens=divisor, kernel_tokens=1, stride_block=1, stride_head=1, stride_token=1
         )
         work = work_of(side, hnd(1, 1, 1), 1, 1, 1)
-        number, magic, shift = plan_launch(work, 1, 1).params[12:15]
+        number, magic, shift = plan_launch(work, 1, 1).params[15:18]
         assert number == divisor
         for value in (0, 1, divisor - 1, divisor, 2 * divisor - 1, (1 << 30) + 1, (1 << 31) - 1):
             assert value * magic < 1 << 63
@@ -350,7 +414,7 @@ def test_refusals() -> None:
         strided_copy(table[:, None], table, ids, ids, work, 1)
     with pytest.raises(ValueError, match="num_programs: expected 0 or more, got -1"):
         strided_copy(table, table, ids, ids, work, -1)
-    with pytest.raises(ValueError, match="params: expected 36, got 2"):
+    with pytest.raises(ValueError, match="params: expected 39, got 2"):
         launch_copy(table, table, table, ids, ids, plan_launch(work, 2, 1))
     with pytest.raises(ValueError, match="expected a multiple of 16 kernel tokens, got 24"):
         replace(side, block_tokens=24)
@@ -372,11 +436,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kvxfer.kernels import strided_copy as module
 from kvxfer.kernels import strided_work
-alone, run = (sys.argv[1] == how for how in ("alone", "run"))
+alone, run = sys.argv[1] == "alone", "run" in sys.argv[1]
 tile = dict(LANES=256, PAIRS=1) if alone else dict(LANES=512, PAIRS=4 if run else 8)
 element, word = (module.tl.int16, 2) if run else (module.tl.int64, 16)
 consts = dict(ELEMENT=element, VEC=2, WORD=word, **tile)
-consts |= dict(BY_CHANNEL=run, TOKENS_FIRST=False, ALONE=alone)
+consts |= dict(BY_CHANNEL=run, TOKENS_FIRST=sys.argv[1] == "token run", ALONE=alone)
 names = ["numbers", "source_table", "sink_table", "source_ids", "sink_ids"]
 source = ASTSource(
     fn=module._copy_kernel,
@@ -402,11 +466,12 @@ def test_the_compiler_sees_accesses_of_16_bytes(how: str, order: str) -> None:
     assert printed_without_interpreter(PTX, how).split() == [order, "0", "0"]
 
 
-def test_the_compiler_sees_that_two_channels_are_one_load() -> None:
+@pytest.mark.parametrize("how", ["run", "token run"])
+def test_the_compiler_sees_that_two_words_are_one_load(how: str) -> None:
     """4 pairs x 512 lanes are 8 runs a thread. Words change threads before they are stored, through
     shared memory, so that those of a warp are stored side by side.
     """
-    order, shared_nbytes, _ = printed_without_interpreter(PTX, "run").split()
+    order, shared_nbytes, _ = printed_without_interpreter(PTX, how).split()
     assert order == 8 * "l" + 16 * "s"
     assert int(shared_nbytes) > 0
 
