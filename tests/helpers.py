@@ -6,6 +6,7 @@ import math
 import multiprocessing as mp
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def run_pair(
     prefill: Callable[[Connection], None],
     decode: Callable[[Connection], None],
     *,
-    timeout_s: float = 60.0,
+    timeout_s: float = 240.0,
     exit_codes: tuple[int, int] = (0, 0),
     method: Literal["forkserver", "spawn"] = "forkserver",
 ) -> None:
@@ -135,6 +136,16 @@ def free_port() -> int:
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
+
+
+def stop_process(pid: int) -> None:
+    """Until every thread of it stands: on a busy machine some go on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    deadline_s = time.monotonic() + 120.0
+    while any(") T " not in (each / "stat").read_text() for each in threads.iterdir()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def group_members(group: int) -> dict[int, str]:

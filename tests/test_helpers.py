@@ -32,7 +32,7 @@ def die(conn: Connection) -> None:
 
 
 def hang(conn: Connection) -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_run_pair() -> None:
@@ -55,8 +55,8 @@ def test_run_pair_expects_a_killed_side_and_the_other_sees_the_end() -> None:
 def test_run_pair_ends_a_side_that_hangs() -> None:
     start_s = time.monotonic()
     with pytest.raises(AssertionError, match=r"\(0, None\)"):
-        run_pair(say, hang, timeout_s=3)
-    assert time.monotonic() - start_s < 20
+        run_pair(say, hang, timeout_s=15)
+    assert time.monotonic() - start_s < 300
 
 
 def test_poisoned() -> None:

@@ -103,7 +103,7 @@ def test_pins_are_complete_and_plain() -> None:
 def test_scripts_are_executable_and_strict(script: str) -> None:
     path = ROOT / script
     assert os.access(path, os.X_OK)
-    subprocess.run(["bash", "-n", str(path)], check=True, timeout=10)
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=60)
     lines = path.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert next(line for line in lines[1:] if not line.startswith("#")) == "set -euo pipefail"

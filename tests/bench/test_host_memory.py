@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from kvxfer.bench.streams import PlainSink, plain
 from kvxfer.bench.transfer import HOST_AIMS, host_aim
 from kvxfer.bench.transfer_report import case_of, speed_tables
 from kvxfer.bench.workers import Worker
+from tests.connector.rig import until
 
 
 def timings(*durations_s: float) -> list[Timing]:
@@ -165,8 +165,7 @@ class Named:
 
 
 def state_of(pid: int) -> str:
-    """As in ps(1); a moment later, because a signal takes one."""
-    time.sleep(0.05)
+    """As in ps(1)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -188,7 +187,7 @@ def test_a_paused_process_stands_still_and_ends_in_order(tmp_path: Path) -> None
         worker.ready()
         pid = worker.call(int, "pid")
         worker.pause()
-        assert state_of(pid) == "T"
+        until(lambda: state_of(pid) == "T")  # a signal takes a moment
         worker.resume()
         assert worker.call(int, "pid") == pid
         worker.pause()

@@ -523,7 +523,7 @@ def test_a_pull_that_cannot_be_posted_ends_in_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing leaves any more on either side."""
-    with met("zmq", pull_timeout_s=1.0) as (source, sink):
+    with met("zmq") as (source, sink):
         ref = source.offer("p", 64, BLOCKS)
         source.compute("p")
 

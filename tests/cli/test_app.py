@@ -82,7 +82,7 @@ def started(temporary: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]
 
 
 def assert_nothing_left(group: int, temporary: Path) -> None:
-    deadline_s = time.monotonic() + 15  # the fork server unloads torch: seconds on a busy machine
+    deadline_s = time.monotonic() + 120  # the fork server unloads torch: seconds on a busy machine
     while group_members(group) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert group_members(group) == {}

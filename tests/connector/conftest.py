@@ -24,5 +24,5 @@ def stand_in_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def io() -> Iterator[IoThread]:
     thread = IoThread("io", lambda: None)
     yield thread
-    assert thread.stop(2)
-    assert thread.stop(2)
+    assert thread.stop(60)
+    assert thread.stop(60)

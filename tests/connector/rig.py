@@ -20,6 +20,7 @@ import torch
 from kvxfer.config import Config
 from kvxfer.connector.control import ControlClient
 from kvxfer.connector.given_offer import GivenOffer
+from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.records import (
@@ -484,9 +485,9 @@ def owed_by(sink: Engine) -> list[SourceRef]:
     return [owed.source for owed in service_of(sink).keeper._owed]
 
 
-def given_offer(source: Engine, nonce: bytes) -> GivenOffer | None:
+def given_offer(source: Engine, nonce: bytes, number: int = 0) -> GivenOffer | None:
     """Also one that is over and remembered."""
-    offers = service_of(source).source
+    offers = service_of(source, number).source
     return offers._live.get(nonce) or offers._over.get(nonce)
 
 
@@ -499,6 +500,39 @@ def num_pulls(source: Engine, nonce: bytes) -> int:
 def num_connections_of(engine: Engine) -> int:
     """At its control endpoint."""
     return len(service_of(engine)._server.router)
+
+
+class Ahead:
+    """A clock that was put forward."""
+
+    def __init__(self) -> None:
+        self.by_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.by_s
+
+
+def pass_s(engine: Engine, duration_s: float) -> None:
+    """So much time passes for each rank behind what was posted before, and what is due then is
+    done.
+    """
+
+    def pass_on(io: IoThread, is_over: threading.Event) -> None:
+        if not isinstance(io.now, Ahead):
+            io.now = Ahead()
+        io.now.by_s += duration_s
+        io.after(0.0, is_over.set)  # behind all timers that are due
+
+    for worker in engine.workers:
+        io, is_over = service_behind(worker).io, threading.Event()
+        io.post(pass_on, io, is_over)
+        assert is_over.wait(STUCK_S)
+
+
+def was_granted(sink: Engine, request_id: str) -> bool:
+    """It reads, or waits for what it is sent."""
+    load = service_of(sink).sink._by_request.get(request_id)
+    return load is not None and load.granted_s > 0
 
 
 def let_look(engine: Engine) -> None:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvxfer.connector import sink as sink_module
 from kvxfer.connector.board import NUM_SLOTS, PROBES, SLOT_NBYTES, Board, BoardView, Posted
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.errors import TransportUnavailable
@@ -32,10 +33,12 @@ from tests.connector.rig import (
     Engine,
     expect_copied,
     num_pulls,
+    pass_s,
     stuck,
     until,
     watch_reports,
 )
+from tests.copies import HeldPieces
 from tests.spoken import change_messages, watch_messages
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
@@ -281,7 +284,7 @@ def test_what_another_process_sees_is_never_half_an_entry() -> None:
         )
         view = BoardView(handle)
         seen: set[int] = set()
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 240
         while len(seen) < 100 and time.monotonic() < until_s:
             number = view._words[5 * SLOT_NBYTES // 8 + 2]
             wanted = (5).to_bytes(8, sys.byteorder) + number.to_bytes(8, sys.byteorder)
@@ -378,7 +381,8 @@ def test_other_tokens_are_refused_by_the_source() -> None:
         assert sink.reasons("d2") == {None}
 
 
-def test_an_offer_that_is_not_open_yet_is_waited_for() -> None:
+def test_an_offer_that_is_not_open_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink_module, "RETRY_S", 300.0)  # it would look at the board again
     with prefill() as source, decode() as sink:
         ref = source.offer("p", 64, range(4))
         sink.load("d", ref, range(4), SPAN)
@@ -394,10 +398,14 @@ def test_an_offer_that_ends_during_the_read_is_not_accepted(
     monkeypatch: pytest.MonkeyPatch, unsaid: tuple[type, ...]
 ) -> None:
     silence(monkeypatch, *unsaid)
-    with prefill() as source, decode(faults="read:slow=300ms") as sink:
-        sink.load("d", offered(source), range(4), SPAN)
+    held = HeldPieces(monkeypatch, "shm")
+    with prefill() as source, decode() as sink:
+        ref = offered(source)
+        until(lambda: source.count("board.posted"))
+        sink.load("d", ref, range(4), SPAN)
         until(lambda: sink.count("board.grants"))
         source.end("p", Reason.PREEMPTED)
+        held.may_end.set()
         until(lambda: sink.received("d"))
         # "ended" where the source learns of the load after the end
         assert sink.reasons("d") <= {"preempted", "ended"}
@@ -444,7 +452,7 @@ def test_the_board_says_so_before_anything_is_freed(
     if ending == "cannot be broken":
         watch_messages(monkeypatch, _fail_at(lambda _: None, 0, Grant))
         monkeypatch.setattr(OfferSession, "step", _fail_at(OfferSession.step, 1, Break))
-    source = prefill(lease_s=1.5 if ending == "expired" else 300.0, keep_s=0.05)
+    source = prefill(keep_s=0.05)
     (entry,) = source.manifest.ranks
     assert entry.board is not None
     views.append(BoardView(entry.board))
@@ -456,6 +464,8 @@ def test_the_board_says_so_before_anything_is_freed(
         until(lambda: views[0].is_open(nonce))
         if ending == "ended":
             source.end("p")
+        elif ending == "expired":
+            pass_s(source, 300.0)
         elif ending == "done":
             sink.load("d", ref, range(4), SPAN)
         elif ending == "cannot be broken":

@@ -40,8 +40,7 @@ def test_a_borrower_takes_its_place_and_leaves_the_rest_to_it(io: IoThread) -> N
     assert not io.is_lent
     until(lambda: len(seen) == 3)
     assert seen == [("posted", True), ("deferred", True), ("timer", True)]
-    asleep(io)
-    assert io.borrow()
+    until(io.borrow)
     io.give_back()
 
 
@@ -121,8 +120,7 @@ def test_what_is_deferred_leaves_by_itself(io: IoThread) -> None:
     io.start()
     for number in range(0, 6, 2):
         for each in (number, number + 1):
-            asleep(io)
-            assert io.borrow()
+            until(io.borrow)
             io.defer(done.append, each)
             io.give_back()
         until(lambda number=number: len(done) == number + 2)  # type: ignore[misc]
@@ -173,10 +171,9 @@ def test_it_is_not_lent_while_it_runs_or_has_something_to_run(io: IoThread) -> N
     assert has_begun.wait(120)
     assert not io.borrow()
     go.set()
-    asleep(io)
-    assert io.borrow()
+    until(io.borrow)
     io.give_back()
-    assert io.stop(2)
+    assert io.stop(60)
     assert not io.borrow()
 
 
@@ -229,4 +226,4 @@ def test_a_borrower_is_within_what_handlers_are_within() -> None:
     assert entered == [threading.current_thread().name]
     io.give_back()
     assert entered == [threading.current_thread().name, "left"]
-    assert io.stop(2)
+    assert io.stop(60)

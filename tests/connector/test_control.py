@@ -41,7 +41,7 @@ def test_a_message_that_the_other_side_would_refuse_is_not_sent() -> None:
         client.close()
         client.close()
         client.send(Ping())  # closed: nobody hears it
-    assert io.stop(1)
+    assert io.stop(60)
 
 
 @pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
@@ -71,7 +71,7 @@ def test_a_host_of_another_machine_is_no_port_in_use(host: str) -> None:
         pytest.raises(ConfigError, match=f"host: expected an address of this machine, got {host};"),
     ):
         ControlServer(io, context, Config(host=host), Ledger(), lambda *_: None, lambda _: None)
-    assert io.stop(1)
+    assert io.stop(60)
 
 
 def test_last_words_are_followed_by_the_end_of_their_connection() -> None:
@@ -113,6 +113,6 @@ def test_last_words_are_followed_by_the_end_of_their_connection() -> None:
     assert stats is not None
     assert stats.counts["control.left"] == 1
     io.post(server.close)
-    assert io.stop(30)
+    assert io.stop(60)
     context.term()  # the guard closes its socket, on its own thread
     guard.join()

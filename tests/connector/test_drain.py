@@ -239,6 +239,7 @@ def test_an_engine_that_drains_serves_its_open_offers_before_it_ends(wire: str) 
         ref = source.offer("r", 40, (1, 2, 3))
         source.offer("never", 40, (4, 5, 6))
         source.compute("r")
+        until(lambda: source.count("offers.opened"))
         assert worker.serve_open(60.0), "whoever does not drain waits for nobody"
         worker.drain()
         assert not worker.serve_open(0.05)

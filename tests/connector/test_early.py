@@ -29,6 +29,7 @@ from tests.connector.rig import (
     kept_by,
     num_pulls,
     only_peer_of,
+    pass_s,
     service_of,
     stuck,
     until,
@@ -214,9 +215,12 @@ def test_a_report_says_what_was_open_when() -> None:
 @pytest.mark.parametrize("wire", ["shm", "zmq"])
 def test_who_verifies_waits_for_the_last_token_as_for_any_other(wire: str) -> None:
     """All that it wants is open, but its digests are made when the offer is complete."""
-    times = {"pull_timeout_s": 0.5, "early_wait_s": 60.0}
-    with loading(HI, transport=wire, verify="all", **times) as (source, sink, prefill, decode):
-        sink.until(lambda: sink.finished or sink.engine.count("control.retries") >= 2)
+    with loading(HI, transport=wire, verify="all", early_wait_s=3600.0) as sides:
+        source, sink, prefill, decode = sides
+        sink.until(lambda: _has(source, sink, prefill, decode, HI))
+        pass_s(sink.engine, 300.0)  # pull_timeout_s
+        retries = sink.engine.count("control.retries")
+        sink.until(lambda: sink.finished or sink.engine.count("control.retries") >= retries + 2)
         assert sink.finished == {}
         source.step([(prefill, 1)])
         end(source, prefill)
@@ -584,14 +588,19 @@ def waiting(**settings: Any) -> Iterator[tuple[Side, Side, Request, Request]]:
     [
         ("aborted", {}),
         ("shutdown", {}),
-        ("peer_lost", {"connect_timeout_s": 2.0}),
-        ("unknown", {"early_wait_s": 2.0}),
+        ("peer_lost", {"early_wait_s": 3600.0}),
+        ("unknown", {}),
     ],
 )
 def test_who_waits_for_the_whole_hears_that_it_will_not_come(
     how: str, times: dict[str, float]
 ) -> None:
     with waiting(**times) as (source, sink, prefill, decode), ExitStack() as stack:
+
+        def is_told() -> bool:
+            pass_s(sink.engine, 10.0)
+            return is_found(sink, decode)
+
         if how == "aborted":
             source.finish(prefill, "FINISHED_ABORTED")
             source.step()
@@ -602,6 +611,8 @@ def test_who_waits_for_the_whole_hears_that_it_will_not_come(
         if how == "peer_lost":
             sink.until(lambda: sink.engine.count("peers.ready"))
             service_of(sink.engine).io.post(only_peer_of(sink.engine).lost, "it has gone")
+        if how in ("peer_lost", "unknown"):
+            sink.until(is_told)
         sink.until(lambda: is_found(sink, decode))
         assert sink.ask(decode) == (0, False)
         assert sink.reasons() == {how: 1}

@@ -16,12 +16,12 @@ from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.transfer.wire import Reason
 from tests.builders import EngineShape
 from tests.connector.rig import HOST_WIRES, POISON, Engine, num_pulls, service_of, stuck, until
-from tests.copies import HeldPieces, is_pack
+from tests.copies import HeldPieces, is_pack, is_unpack
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
 POSTED = Posted(None, 1, ((1,),))
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -207,12 +207,15 @@ def test_a_shutdown_ends_every_offer_also_where_the_io_thread_is_stuck(
 
 
 @pytest.mark.parametrize("wire", HOST_WIRES)
-def test_an_offer_that_is_taken_back_in_the_middle_of_a_load_fails_it(wire: str) -> None:
+def test_an_offer_that_is_taken_back_in_the_middle_of_a_load_fails_it(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The sink is slow with its credits: a stream of two slots is in the middle when it is broken.
+    held = HeldPieces(monkeypatch, wire, lambda job: wire == "shm" or is_unpack(job))
     settings: dict[str, Any] = {"transport": wire, "chunk_nbytes": 4096, "staging_slots": 2}
     with (
         Engine(ONE, "prefill", fill=1, **settings) as source,
-        Engine(ONE, "decode", fill=POISON, faults="read:slow=200ms", **settings) as sink,
+        Engine(ONE, "decode", fill=POISON, **settings) as sink,
     ):
         ref = source.offer("p", 960, range(60))
         source.compute("p")
@@ -221,5 +224,6 @@ def test_an_offer_that_is_taken_back_in_the_middle_of_a_load_fails_it(wire: str)
         until(lambda: num_pulls(source, source.nonces["p"]))
         source.end("p", Reason.PREEMPTED)
         until(lambda: source.sent("p"))
+        held.may_end.set()
         until(lambda: sink.received("d"), WAIT_S)
         assert sink.reasons("d") == {"preempted"}

@@ -23,7 +23,17 @@ from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports.key_folder import STEPS, USE, make_keys, read_keys, rotate_keys, short
 from tests.builders import EngineShape
-from tests.connector.rig import NIXL, POISON, UCX, Engine, until
+from tests.connector.rig import (
+    NIXL,
+    POISON,
+    UCX,
+    Engine,
+    links_of,
+    only_peer_of,
+    pass_s,
+    peers_of,
+    until,
+)
 from tests.far_peers import use_tcp
 from tests.helpers import free_port
 from tests.wiretap import Wiretap
@@ -205,11 +215,17 @@ def test_an_engine_with_the_keys_of_another_folder_is_named_on_both_sides(
     with (
         Engine(ONE, "prefill", fill=1, transport="zmq", curve_keys_dir=str(folder)) as source,
         Engine(
-            ONE, "decode", fill=POISON, curve_keys_dir=str(other), connect_timeout_s=1.0
+            ONE, "decode", fill=POISON, curve_keys_dir=str(other), connect_timeout_s=60.0
         ) as sink,
     ):
-        assert load(source, sink) == {"not_allowed"}
+        sink.load("d", source.offer("p", 16, [1], DIGEST), [1], (0, 16), DIGEST)
+        until(lambda: peers_of(sink))
+        until(lambda: any(link.dealer.is_refused for link in links_of(only_peer_of(sink))))
+        pass_s(sink, 60.0)  # until then it goes on trying
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"not_allowed"}
         (report,) = sink.take_stats().loads
+        until(lambda: "expects another CURVE key here" in caplog.text)
     theirs, ours = (short(read_keys(each).current.public) for each in (folder, other))
     assert f"another one than this engine expects ({ours}); copy {other}" in report.detail
     expected = f"127.0.0.1 was closed: it expects another CURVE key here than {theirs}"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from kvxfer.connector import control
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.records import (
     AbortLoad,
@@ -105,14 +106,15 @@ def source() -> Iterator[Engine]:
 
 
 def decode(**more: Any) -> Engine:
-    return Engine(ONE, "decode", fill=POISON, transport="shm", **more)
+    """Its clock says nothing meanwhile."""
+    return Engine(ONE, "decode", fill=POISON, transport="shm", keep_s=100.0, **more)
 
 
 def offered(source: Engine, name: str) -> SourceRef:
-    before = source.count("offers.opened")
+    before = source.count("board.posted")
     ref = source.offer(name, 64, range(4))
     source.compute(name)
-    until(lambda: source.count("offers.opened") == before + len(source.workers))
+    until(lambda: source.count("board.posted") == before + len(source.workers))
     return ref
 
 
@@ -275,7 +277,10 @@ def test_what_was_deferred_leaves_before_the_connection_ends(
     expect_said(said, ["Cancel"])
 
 
-def test_nothing_is_lost_when_the_engine_ends_after_a_report(source: Engine, said: Said) -> None:
+def test_nothing_is_lost_when_the_engine_ends_after_a_report(
+    source: Engine, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "LINGER_MS", 60_000)  # ZeroMQ's thread may be late, too
     sink = decode()
     meet(source, sink, said)
     refs = [offered(source, f"p{number}") for number in (1, 2, 3)]

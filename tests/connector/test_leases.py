@@ -11,6 +11,7 @@ from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
     NewLoad,
+    SourceRef,
 )
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import (
@@ -30,7 +31,17 @@ from kvxfer.transfer.wire import (
 from kvxfer.transports.base import TransferKey
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
-from tests.connector.rig import DIGEST, HOST_WIRES, POISON, Engine, until
+from tests.connector.rig import (
+    DIGEST,
+    HOST_WIRES,
+    POISON,
+    Engine,
+    given_offer,
+    pass_s,
+    service_of,
+    until,
+)
+from tests.copies import HeldPieces
 from tests.wires import use_sink
 
 SOURCE = EngineShape(tp_size=2, num_kv_heads=4, block_tokens=16, layout="HND", num_blocks=12)
@@ -118,23 +129,36 @@ def test_unhold_gives_an_offer_back_at_every_rank() -> None:
 
 def test_holds_keep_the_lease_until_the_cap(caplog: pytest.LogCaptureFixture) -> None:
     with (
-        Engine(SOURCE, "prefill", fill=1, lease_s=0.3, keep_s=0.1, max_hold_s=1.2) as source,
-        Engine(ONE_OF_4, "decode", fill=POISON, lease_s=0.3, keep_s=0.1) as sink,
+        Engine(SOURCE, "prefill", fill=1, max_hold_s=1200.0) as source,
+        Engine(ONE_OF_4, "decode", fill=POISON, keep_s=0.1) as sink,
     ):
         ref = source.offer("p", 16, [1])
         source.compute("p")
-        opened_s = time.perf_counter()
         sink.hold("d", ref)
-        time.sleep(0.7)
+        for _ in range(5):
+            pass_s(source, 200.0)
+            until_kept(source, ref)
         source.collect()
         assert not any("p" in results.sent for results in source.results)  # at no rank
+        pass_s(source, 150.0)
+        assert not source.sent("p")
+        pass_s(source, 100.0)
         until(lambda: source.sent("p"))
-        assert time.perf_counter() - opened_s > 1.0
         assert source.take_stats().reasons == {"expired": 2}
     assert warnings(caplog) == [  # one for both ranks
         "request p: KV not taken: a decode engine wanted it, and has not read it in time "
         "(lease_s, max_hold_s)"
     ]
+
+
+def until_kept(source: Engine, ref: SourceRef) -> None:
+    """Each rank has heard of late that the offer is wanted, or it has been so for max_hold_s."""
+    for number in range(len(source.workers)):
+        io = service_of(source, number).io
+        offer = given_offer(source, ref.offer.nonce, number)
+        assert offer is not None
+        ends_s = offer.opened_s + source.config.max_hold_s
+        until(lambda: offer.lease_until_s >= min(ends_s, io.now() + 250.0))  # noqa: B023
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -179,22 +203,26 @@ def test_a_sink_that_cannot_use_an_offer_is_named_at_its_source(
 ONE_OF_4 = EngineShape(num_kv_heads=4)
 
 
-def test_a_load_keeps_its_own_lease_on_every_rank() -> None:
+def test_a_load_keeps_its_own_lease_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldPieces(monkeypatch, "shm")
     with (
-        Engine(SOURCE, "prefill", fill=1, lease_s=1.0, keep_s=0.1, transport="shm") as source,
+        Engine(SOURCE, "prefill", fill=1, transport="shm", max_hold_s=3600.0) as source,
         Engine(
             EngineShape(tp_size=2, num_kv_heads=4),
             "decode",
             fill=POISON,
-            lease_s=1.0,
             keep_s=0.1,
             transport="shm",
-            faults="read:slow=2500ms",
         ) as sink,
     ):
         ref = source.offer("p", 16, [1])
         source.compute("p")
+        until(lambda: source.count("offers.opened") == 2)
         sink.load("d", ref, [3], (0, 16))
+        for _ in range(3):
+            pass_s(source, 200.0)
+            until_kept(source, ref)
+        held.may_end.set()
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {None}
         until(lambda: source.sent("p"))
@@ -202,8 +230,8 @@ def test_a_load_keeps_its_own_lease_on_every_rank() -> None:
 
 def test_a_silent_claimant_loses_its_claim_and_the_others_do_not() -> None:
     with (
-        Engine(ONE, "prefill", fill=1, lease_s=2.5, keep_s=0.2) as source,
-        Engine(ONE, "decode", fill=POISON, lease_s=2.5, keep_s=0.2) as sink,
+        Engine(ONE, "prefill", fill=1) as source,
+        Engine(ONE, "decode", fill=POISON, keep_s=0.1) as sink,
         zmq.Context() as context,
         context.socket(zmq.DEALER) as silent,
     ):
@@ -224,7 +252,10 @@ def test_a_silent_claimant_loses_its_claim_and_the_others_do_not() -> None:
         assert isinstance(decode_to_sink(silent.recv()), Grant)
         sink.load("d", ref, [3], (0, 16))
         until(lambda: sink.received("d"))
+        pass_s(source, 200.0)
+        until_kept(source, ref)
         assert not source.sent("p")  # claimed by somebody who does not read
+        pass_s(source, 150.0)
         until(lambda: source.sent("p"))
         counts = source.take_stats().counts
         assert (counts["claims.lost"], counts["offers.done"]) == (1, 1)
@@ -237,22 +268,17 @@ def test_a_read_that_does_not_end_keeps_its_blocks_and_marks_the_peer_down(
 ) -> None:
     class Deaf(ShmSink):
         def stop_read(self, key: TransferKey) -> None:
-            """The copy goes on for 1.5 s."""
+            """The copy goes on."""
 
     use_sink(monkeypatch, "shm", Deaf)
+    held = HeldPieces(monkeypatch, "shm")
     with (
         Engine(ONE, "prefill", fill=1, transport="shm") as source,
-        Engine(
-            ONE,
-            "decode",
-            fill=POISON,
-            transport="shm",
-            faults="read:slow=1500ms",
-            pull_timeout_s=0.4,
-        ) as sink,
+        Engine(ONE, "decode", fill=POISON, transport="shm", pull_timeout_s=0.4) as sink,
     ):
         ref = source.offer("p", 16, [1])
         source.compute("p")
+        until(lambda: source.count("board.posted"))
         started_s = time.perf_counter()
         sink.load("d", ref, [3], (0, 16))
         until(lambda: source.sent("p"))  # cancelled at the deadline
@@ -260,8 +286,8 @@ def test_a_read_that_does_not_end_keeps_its_blocks_and_marks_the_peer_down(
         assert time.perf_counter() - started_s > 0.35
         until(lambda: sink.count("loads.undrained"))
         assert not sink.received("d")
+        held.may_end.set()
         until(lambda: sink.received("d"))
-        assert time.perf_counter() - started_s > 1.4
         assert sink.reasons("d") == {"deadline"}
         assert (sink.count("loads.undrained"), sink.count("peers.peer_lost")) == (1, 1)
 

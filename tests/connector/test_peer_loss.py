@@ -15,8 +15,17 @@ import pytest
 
 from kvxfer.connector.records import SourceRef
 from tests.builders import EngineShape
-from tests.connector.rig import HOST_WIRES, POISON, Engine, until
-from tests.helpers import free_port
+from tests.connector.rig import (
+    HOST_WIRES,
+    POISON,
+    Engine,
+    links_of,
+    only_peer_of,
+    pass_s,
+    until,
+)
+from tests.copies import HeldPieces, is_unpack
+from tests.helpers import free_port, stop_process
 
 SHAPE = EngineShape(num_kv_heads=2, num_blocks=64)
 TOKENS = 16 * 60
@@ -53,6 +62,10 @@ class Prefill:
         ref: SourceRef = self._end.recv()
         return ref
 
+    def stop(self) -> None:
+        assert self.process.pid is not None
+        stop_process(self.process.pid)
+
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
@@ -75,21 +88,24 @@ def prefill(**settings: Any) -> Iterator[Prefill]:
 
 
 @pytest.mark.parametrize("wire", HOST_WIRES)
-def test_a_killed_source_fails_its_loads_at_once_and_a_restarted_one_serves(wire: str) -> None:
+def test_a_killed_source_fails_its_loads_at_once_and_a_restarted_one_serves(
+    wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = free_port()
     settings: dict[str, Any] = {
         "transport": wire,
         "chunk_nbytes": 4096,
         "staging_slots": 4,  # not room for all of it, which would outlive the source
-        "faults": "read:slow=100ms",
     }
+    held = HeldPieces(monkeypatch, wire, lambda job: wire == "shm" or is_unpack(job))
     with Engine(SHAPE, "decode", fill=POISON, **settings) as sink:
         with prefill(transport=wire, port=port) as first:
             stale = first.offer("p1")
             sink.load("d0", first.offer("p0"), range(60), (0, TOKENS))
             until(lambda: sink.count("peers.ready"))
             first.signal(signal.SIGKILL)
-            # The running piece of copying (most of it made up) is waited for, and nothing else.
+            until(lambda: sink.count("peers.peer_lost"))
+            held.may_end.set()  # the running piece of copying is waited for, and nothing else
             until(lambda: sink.received("d0"))
             assert sink.reasons("d0") == {"peer_lost"}
         with prefill(transport=wire, port=port) as second:
@@ -103,22 +119,30 @@ def test_a_killed_source_fails_its_loads_at_once_and_a_restarted_one_serves(wire
             assert sink.reasons("d1") == {"incarnation"}
 
 
-def test_a_stopped_source_is_lost_when_it_has_been_silent_for_too_long() -> None:
-    settings: dict[str, Any] = {"transport": "shm", "peer_silent_s": 1.0, "faults": "read:slow=3s"}
-    with Engine(SHAPE, "decode", fill=POISON, **settings) as sink, prefill() as source:
+def test_a_stopped_source_is_lost_when_it_has_been_silent_for_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = HeldPieces(monkeypatch, "shm")
+    with Engine(SHAPE, "decode", fill=POISON, transport="shm") as sink, prefill() as source:
         sink.load("d", source.offer("p"), range(60), (0, TOKENS))
         until(lambda: sink.count("peers.ready"))
-        source.signal(signal.SIGSTOP)
-        started_s = time.perf_counter()
+        (link,) = links_of(only_peer_of(sink))
+        assert held.has_begun.wait(60)
+        source.stop()
+        pass_s(sink, 100.0)
+        until(lambda: link.unanswered_s is not None)
+        assert not sink.count("peers.peer_lost")
+        pass_s(sink, 150.0)
         until(lambda: sink.count("peers.peer_lost"))
-        assert time.perf_counter() - started_s > 0.4
+        assert not sink.received("d")
+        held.may_end.set()
         until(lambda: sink.received("d"))  # never before the copy has ended
         assert sink.reasons("d") == {"peer_lost"}
         source.signal(signal.SIGCONT)
 
 
 def test_a_stopped_source_misses_the_deadline() -> None:
-    settings: dict[str, Any] = {"pull_timeout_s": 0.5, "peer_silent_s": 30.0, "offer_board": False}
+    settings: dict[str, Any] = {"pull_timeout_s": 0.5, "offer_board": False}
     with (
         Engine(SHAPE, "decode", fill=POISON, transport="shm", **settings) as sink,
         prefill() as source,
@@ -126,7 +150,7 @@ def test_a_stopped_source_misses_the_deadline() -> None:
         refs = [source.offer("p0"), source.offer("p1")]
         sink.load("d0", refs[0], range(60), (0, TOKENS))
         until(lambda: sink.received("d0"))
-        source.signal(signal.SIGSTOP)
+        source.stop()
         started_s = time.perf_counter()
         sink.load("d1", refs[1], range(60), (0, TOKENS))
         until(lambda: sink.received("d1"))

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvxfer.connector import io_thread
+from kvxfer.connector import io_thread, worker_side
 from kvxfer.connector.control import ControlClient
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.peer import Peer
@@ -40,6 +40,7 @@ from tests.connector.rig import (
     Engine,
     expect_copied,
     io_thread_of,
+    pass_s,
     service_of,
     until,
     wires_of,
@@ -213,6 +214,7 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
     with source, sink:
         two = Two(source, sink)
         monkeypatch.setattr(io_thread, "LEISURE_S", 3600.0)
+        monkeypatch.setattr(worker_side, "LATE_S", 300.0)
         (worker,) = sink.workers
         for _ in range(3):
             name, ref = two.offered()
@@ -447,14 +449,19 @@ def test_a_load_that_cannot_begin_is_reported(watch: Watch) -> None:
 
 
 def test_engines_that_die_meanwhile(watch: Watch) -> None:
-    source, sink = engines(peer_silent_s=3.0, connect_timeout_s=10.0)
+    source, sink = engines(pull_timeout_s=3600.0)
     with sink:
         with source:
             two = Two(source, sink)
             name, ref = two.offered()
         time.sleep(0.05)
         sink.load(name, ref, [3, 4], (0, 32))
-        until(lambda: sink.received(name))
+
+        def is_over() -> object:
+            pass_s(sink, 10.0)
+            return sink.received(name)
+
+        until(is_over)
         assert sink.reasons(name) <= {"peer_lost", "shutdown", "ended"}
 
 

@@ -97,6 +97,12 @@ def is_kept_out(endpoint: str) -> bool:
             return True
 
 
+def keep_penalties(patch: pytest.MonkeyPatch) -> None:
+    """They hold until somebody has looked, however late that is."""
+    for name in ("PENALTY_S", "MOST_PENALTY_S"):
+        patch.setattr(guard, name, 300.0)
+
+
 def loads(source: Engine, sink: Engine, number: int) -> set[str | None]:
     """Why that many loads, one after the other, ended as they did."""
     reasons: set[str | None] = set()
@@ -204,8 +210,10 @@ def test_an_address_that_misbehaved_has_to_wait_and_others_of_it_go_on(
 
 
 def test_long_messages_that_are_none_are_answered_once(
-    engine: Engine,
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    keep_penalties(monkeypatch)
+
     def say(nbytes: int) -> None:
         peer.sendall(b"\x02" + nbytes.to_bytes(8, "big") + bytes(nbytes))
 
@@ -235,8 +243,12 @@ def test_messages_that_nobody_can_read_in_time_end_the_connection_and_not_the_pr
                 peer.sendall(zmtp.frame(b"x") * 20_000)
             time.sleep(0.5)  # heartbeats: each 0.1 s
         with dealer(engine.endpoint) as honest:
-            honest.send(encode(Hello((1, 1), (), "decode", b"i" * 16)))
-            assert honest.poll(30_000)
+
+            def has_answer() -> int:  # a late heartbeat ends a connection, with what was said
+                honest.send(encode(Hello((1, 1), (), "decode", b"i" * 16)))
+                return honest.poll(1000)
+
+            until(has_answer)
             assert isinstance(decode_to_sink(honest.recv()), Manifest)
 
 
@@ -313,8 +325,11 @@ def test_a_connection_that_has_nothing_to_say_says_a_word(monkeypatch: pytest.Mo
         until(lambda: decode_to_source(router.recv_multipart()[1]) == Ping())
 
 
-def test_who_reads_no_answers_is_sent_away(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_reads_no_answers_is_sent_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """And who reads them is served as long as it likes."""
+    keep_penalties(monkeypatch)
     hellos = zmtp.frame(encode(Hello((1, 1), (), "e", b"i" * 16))) * 1000
     with (
         # On a busy machine the questions that nobody has read yet must not be too many first
@@ -359,7 +374,7 @@ def test_what_is_left_of_a_connection_is_not_asked_after_for_each_message(
 
 
 def test_who_sends_and_goes_again_and_again_has_to_wait(
-    engine: Engine,
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has sent is nobody's backlog any more, and would fill the memory."""
 
@@ -371,8 +386,14 @@ def test_who_sends_and_goes_again_and_again_has_to_wait(
         send_and_go()
         until(lambda: not num_connections_of(engine))
     assert not is_kept_out(engine.endpoint)  # all of it was read at once
-    penalties = guard.penalties_of(service_of(engine)._context)
-    listener = service_of(engine)._server.router
+    penalties, penalised = guard.penalties_of(service_of(engine)._context), list[str]()
+    add, listener = penalties.add, service_of(engine)._server.router
+
+    def noted_add(address: str, now_s: float) -> None:
+        add(address, now_s)
+        penalised.append(address)
+
+    monkeypatch.setattr(penalties, "add", noted_add)
     with stuck(engine):
         for _ in range(2 * visitors.MOST_LEFT):
             send_and_go()
@@ -382,7 +403,7 @@ def test_who_sends_and_goes_again_and_again_has_to_wait(
         def is_penalised() -> bool:
             listener.inspect()
             listener.visitors.meet()  # whom ZeroMQ has told of by now
-            return penalties.holds("127.0.0.1", time.monotonic())
+            return "127.0.0.1" in penalised
 
         until(is_penalised)
     until(lambda: not is_kept_out(engine.endpoint))
@@ -424,7 +445,7 @@ def test_both_sides_are_told_of_allowed_peers(
     use_tcp(monkeypatch)
     with (
         Engine(ONE, "prefill", fill=1, allowed_peers=("192.0.2.1",)) as source,
-        Engine(ONE, "decode", fill=POISON, connect_timeout_s=1.0) as sink,
+        Engine(ONE, "decode", fill=POISON, connect_timeout_s=60) as sink,
     ):
         count_as_far(monkeypatch, "127.0.0.1".__eq__)
         ref = source.offer("p", 16, [1])

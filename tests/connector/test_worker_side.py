@@ -18,7 +18,15 @@ from kvxfer.transfer.wire import (
     Reason,
 )
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, WIRES, Engine, expect_copied, stuck, until
+from tests.connector.rig import (
+    POISON,
+    WIRES,
+    Engine,
+    expect_copied,
+    pass_s,
+    stuck,
+    until,
+)
 
 SOURCE = EngineShape(tp_size=2, num_kv_heads=4, block_tokens=16, layout="HND", num_blocks=12)
 SINK = EngineShape(tp_size=1, num_kv_heads=4, block_tokens=24, layout="NHD", num_blocks=10)
@@ -33,6 +41,7 @@ def test_a_load_brings_the_right_bytes(wire: str) -> None:
     ):
         ref = source.offer("p", 70, [3, 1, 7, 0, 9])
         source.compute("p")
+        before_s = time.monotonic()
         sink.load("d", ref, [4, 2, 8], (5, 70))
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {None}
@@ -44,7 +53,7 @@ def test_a_load_brings_the_right_bytes(wire: str) -> None:
         assert report.transports == (("zmq",) if wire == "zmq" else ("shm",))
         moments = (report.handed_s, report.started_s, report.placed_s, report.finished_s)
         assert moments == tuple(sorted(moments))
-        assert time.monotonic() - 10 < report.handed_s
+        assert before_s <= report.handed_s
 
 
 def test_a_load_that_was_never_asked_for_has_no_moments_after_its_order() -> None:
@@ -108,8 +117,8 @@ def test_small_loads_are_quick_and_orders_never_wait() -> None:
             source.compute(f"p{number}")
             started_s = time.perf_counter()
             sink.load(f"d{number}", ref, [2], (0, 16))
-            assert time.perf_counter() - started_s < 10
-            assert sink.workers[0].wait_for_activity(30)
+            assert time.perf_counter() - started_s < 60
+            assert sink.workers[0].wait_for_activity(120)
             duration_s = time.perf_counter() - started_s
             assert sink.received(f"d{number}")
             return duration_s
@@ -273,13 +282,14 @@ def test_finished_sending_is_told_only_of_requests_whose_blocks_are_kept() -> No
 
 
 def test_an_offer_that_nobody_wants_expires() -> None:
-    with Engine(ONE, "prefill", fill=1, lease_s=0.3, keep_s=0.1) as source:
+    with Engine(ONE, "prefill", fill=1) as source:
         ref = source.offer("p", 16, [1])
-        time.sleep(0.4)
+        pass_s(source, 400.0)
         assert source.count("offers.broken") == 0  # the lease begins when the offer opens
         source.compute("p")
-        time.sleep(0.15)
+        pass_s(source, 200.0)
         assert not source.sent("p")
+        pass_s(source, 100.0)
         until(lambda: source.sent("p"))
         assert source.take_stats().reasons == {"expired": 1}
         with Engine(ONE, "decode", fill=POISON) as sink:
@@ -288,7 +298,7 @@ def test_an_offer_that_nobody_wants_expires() -> None:
 
 
 def test_shutdown_breaks_offers_and_tells_their_consumers() -> None:
-    with Engine(ONE, "decode", fill=POISON, faults="read:stall=30s", transport="shm") as sink:
+    with Engine(ONE, "decode", fill=POISON, faults="read:stall=300s", transport="shm") as sink:
         with Engine(ONE, "prefill", fill=1) as source:
             ref = source.offer("p", 16, [1])
             source.compute("p")
@@ -297,7 +307,7 @@ def test_shutdown_breaks_offers_and_tells_their_consumers() -> None:
             time.sleep(0.1)
             started_s = time.perf_counter()
             source.close()
-            assert time.perf_counter() - started_s < 15
+            assert time.perf_counter() - started_s < 100
             source.close()
         until(lambda: sink.received("d"))
         assert sink.reasons("d") <= {"shutdown", "peer_lost"}
@@ -307,12 +317,12 @@ def test_a_sink_that_shuts_down_gives_its_offers_back() -> None:
     with Engine(ONE, "prefill", fill=1) as source:
         ref = source.offer("p", 16, [1])
         source.compute("p")
-        with Engine(ONE, "decode", fill=POISON, faults="read:stall=30s", transport="shm") as sink:
+        with Engine(ONE, "decode", fill=POISON, faults="read:stall=300s", transport="shm") as sink:
             sink.load("d", ref, [3], (0, 16))
             until(lambda: sink.count("peers.ready"))
             time.sleep(0.1)
         until(lambda: source.sent("p"))
-        assert sink.received("d")
+        until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"shutdown"}
 
 

@@ -47,7 +47,7 @@ class Scrape:
 
     @classmethod
     def of(cls, engine: Engine) -> Scrape:
-        with urllib.request.urlopen(engine.group.metrics_endpoint, timeout=30) as reply:
+        with urllib.request.urlopen(engine.group.metrics_endpoint, timeout=120) as reply:
             return cls.read(reply.read().decode())
 
     @classmethod
@@ -86,7 +86,7 @@ def lose_the_offer(params: dict[str, Any]) -> dict[str, Any]:
 
 def wait_for(engine: Engine, name: str) -> Scrape:
     """Scrape until this is above 0."""
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while True:
         scrape = Scrape.of(engine)
         if scrape.values[name]:

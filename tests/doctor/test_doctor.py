@@ -348,7 +348,7 @@ def test_a_peer_that_the_settings_do_not_admit() -> None:
 
 def test_a_peer_of_another_protocol() -> None:
     with engine(announce=False) as source:
-        rows = look(source.endpoint, connect_timeout_s=2.0)
+        rows = look(source.endpoint, connect_timeout_s=10.0)
         assert "it is starting" in rows["peer engine"].seen
         versions = (wire.PROTOCOL_MAX + 1, wire.PROTOCOL_MAX + 2)
         later = msgspec.structs.replace(source.manifest, protocol=versions)

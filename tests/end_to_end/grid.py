@@ -33,7 +33,7 @@ KV_HEADS = (1, 2, 4, 8)  # fewer than ranks, as many, more
 SHORT_TOKENS, LONG_TOKENS = 5, 175  # below every block size; a multiple of none
 NEW_TOKENS = 4
 NUM_BLOCKS = 96  # the three prompts take 32 of the smallest in each of two groups
-REQUEST_TIMEOUT_S = 20.0
+REQUEST_TIMEOUT_S = 120.0
 WINDOW_TOKENS = 48
 """Of the long prompt 174 tokens move, and what follows looks at those from 127 on: kept from 120 in
 blocks of 8 or 24, from 112 in blocks of 16, 96 in 32, 64 in 64. So there are pairs whose source

@@ -14,9 +14,9 @@ import pytest
 
 from kvxfer.engine.config import OnLoadFailure, Role
 from tests.end_to_end.harness import DECODE, OFFER, PREFILL, engine_config, pair, prompt, tiny_model
-from tests.helpers import free_port
+from tests.helpers import free_port, stop_process
 
-SLOW = {"shm": "read:slow=1s", "zmq": "read:slow=200ms"}
+SLOW = {"shm": "read:slow=2s", "zmq": "read:slow=1s"}
 """A load takes seconds: over shm it has few pieces, over zmq many."""
 
 
@@ -32,7 +32,7 @@ def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
     decode = engine_config(
         Role.DECODE,
         model,
-        kv=kv | {"pull_timeout_s": 5.0},
+        kv=kv | {"pull_timeout_s": 60.0},
         on_load_failure=policy,
         **DECODE,
     )
@@ -42,7 +42,7 @@ def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
         request_id = engines.decode.submit(tokens, 8, params)
         time.sleep(0.3)
         engines.prefill.group.kill()
-        answer = engines.decode.result(request_id, timeout_s=60)
+        answer = engines.decode.result(request_id, timeout_s=240)
         assert answer.done.failure in {"peer_lost", "deadline"}
         if policy is OnLoadFailure.FAIL:
             assert (answer.done.status, answer.token_ids) == ("FINISHED_ERROR", ())
@@ -74,14 +74,14 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
         time.sleep(0.3)
         pids = engines.decode.group.pids
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         try:
             # While the sink stands still the lease ends and the source takes its blocks back.
-            engines.prefill.wait_for_info(lambda info: info.num_free_blocks == num_free, 15)
+            engines.prefill.wait_for_info(lambda info: info.num_free_blocks == num_free, 120)
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-        answer = engines.decode.result(request_id, timeout_s=60)
+        answer = engines.decode.result(request_id, timeout_s=240)
         assert answer.done.failure == "expired"
         assert answer.token_ids == engines.decoded(tokens, None).token_ids
 
@@ -118,8 +118,8 @@ def test_a_storm_of_aborts_gives_every_block_back(tmp_path: Path) -> None:
         for request_id in decoding:
             engines.decode.result(request_id)
         assert num_aborted_prefills > 5
-        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == before[0], 15)
-        engines.decode.wait_for_info(lambda info: info.num_free_blocks == before[1], 15)
+        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == before[0], 28)
+        engines.decode.wait_for_info(lambda info: info.num_free_blocks == before[1], 28)
         assert engines.run(prompt(200, seed=-1)).done.failure is None
 
 
@@ -129,7 +129,8 @@ def test_a_source_that_does_not_answer(tmp_path: Path, has_board: bool) -> None:
     deadline.
     """
     model = tiny_model(tmp_path)
-    kv: dict[str, Any] = {"pull_timeout_s": 1.0, "peer_silent_s": 1.0, "connect_timeout_s": 1.0}
+    kv: dict[str, Any] = {"peer_silent_s": 300.0, "connect_timeout_s": 300.0}
+    kv["pull_timeout_s"] = 300.0 if has_board else 10.0
     with pair(
         engine_config(Role.PREFILL, model, **PREFILL),
         engine_config(Role.DECODE, model, kv=kv | {"offer_board": has_board}, **DECODE),
@@ -139,13 +140,13 @@ def test_a_source_that_does_not_answer(tmp_path: Path, has_board: bool) -> None:
         expected = engines.run(tokens).token_ids
         params = engines.prefilled(tokens).kv_transfer_params
         # The answer may come before its rank shows the offer, and what ranks count comes with steps
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 120
         while engines.prefill.info().counts.get("board.posted") != 3:
             assert time.monotonic() < deadline_s
             engines.prefill.generate(prompt(20, seed=2), 1)
         pids = engines.prefill.group.pids
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         try:
             started_s = time.monotonic()
             answer = engines.decoded(tokens, params)
@@ -154,7 +155,7 @@ def test_a_source_that_does_not_answer(tmp_path: Path, has_board: bool) -> None:
             else:
                 assert answer.done.failure in {"deadline", "peer_lost"}
             assert answer.token_ids == expected
-            assert time.monotonic() - started_s < 20
+            assert time.monotonic() - started_s < 200
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
@@ -193,7 +194,7 @@ def test_an_abort_after_prefill_has_finished_gives_the_blocks_back(tmp_path: Pat
         assert params is not None
         assert engines.prefill.info().num_free_blocks < free
         engines.prefill.abort(request_id)
-        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == free, 20)
+        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == free, 120)
         answer = engines.decoded(tokens, params)
         assert answer.done.failure == "ended"
         engines.prefill.abort(request_id)  # nothing is left of it

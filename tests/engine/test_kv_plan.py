@@ -112,7 +112,7 @@ def test_longest_request() -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = "import sys, kvxfer.engine.kv_plan; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_settings_under_the_names_of_the_utilities() -> None:

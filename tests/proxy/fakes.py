@@ -16,7 +16,7 @@ from multidict import CIMultiDictProxy
 from kvxfer.proxy.server import serving
 from kvxfer.proxy.settings import ProxySettings, Side, parse_engines
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 # As a prefill engine with kvxfer answers, with numbers and escapes that a re-encoding would change.
 PARAMS = (

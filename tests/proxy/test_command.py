@@ -21,7 +21,7 @@ from tests.helpers import free_port
 from tests.proxy.fakes import Answer, FakeEngine, give_params, give_text
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 ENV = {
     **{key: value for key, value in os.environ.items() if not key.startswith("KVXFER_")},
     "PYTHONPATH": str(ROOT),

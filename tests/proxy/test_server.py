@@ -222,7 +222,7 @@ def test_who_goes_away_after_prefill_is_still_heard_of_by_decode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A decode engine that admits the request only then: its abort gives the blocks back."""
-    monkeypatch.setattr(server, "ABANDONED_S", 15.0)
+    monkeypatch.setattr(server, "ABANDONED_S", 300.0)
     asked, may_admit = asyncio.Event(), asyncio.Event()
     ends: list[str] = []
 

@@ -54,7 +54,7 @@ from kvxfer.transports.wake_up import WakeUp
 
 ATTACH = Attach(STREAM_VERSION, 4, 4 << 20, "zmq")
 """What a sink with four slots says first."""
-CONFIG = Config(staging_slots=4, peer_silent_s=1.0, connect_timeout_s=2.0, zmq_streams=1)
+CONFIG = Config(staging_slots=4, peer_silent_s=300.0, connect_timeout_s=300.0, zmq_streams=1)
 ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
 
 

@@ -157,7 +157,6 @@ def _sink_of_three(case: PipeCase, channel: Connection) -> None:
 
 
 _CLOSE_ROUNDS = 8
-_LOOKS = 50
 
 
 def _source_closes(case: PipeCase, channel: Connection) -> None:
@@ -211,7 +210,7 @@ def _sink_closes(case: PipeCase, channel: Connection) -> None:
 
 def _check_given_back(node: Node, before_nbytes: int) -> None:
     """Soon: what is under way at a close ends first."""
-    for _ in range(_LOOKS):
+    for _ in range(node.case.num_looks):
         grown = resident_nbytes(node.device) - before_nbytes
         allowed = 2 * LARGE.nbytes + quarantined_nbytes(node.pipe)
         if grown < allowed:
@@ -260,7 +259,7 @@ def _survive(node: Node, attached: Callable[[int], bool], is_going: Callable[[in
         # ZeroMQ says it later; until then the pipe is driven on, and may say it first.
         node.until_ended(number)
         if node.case.is_broken_by_death:
-            node.until(partial(node.broken.__contains__, number), "PipeBroken", timeout_s=1.0)
+            node.until(partial(node.broken.__contains__, number), "PipeBroken")
         node.close_lane(number)
         node.turn(0.0)
         before_nbytes = before_nbytes or resident_nbytes(node.device)
@@ -384,7 +383,7 @@ SCENARIOS: dict[str, tuple[_Side, _Side]] = {
 LONG = {"killed while receiving", "killed while sending", "many connections leave nothing"}
 
 
-def check_pipe(case: PipeCase, scenario: str, *, timeout_s: float = 60.0) -> None:
+def check_pipe(case: PipeCase, scenario: str, *, timeout_s: float = 240.0) -> None:
     """Run one of SCENARIOS in two processes (and in victims). Fails with what went wrong there."""
     source, sink = SCENARIOS[scenario]
     with TemporaryDirectory() as folder:

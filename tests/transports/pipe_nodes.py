@@ -30,10 +30,10 @@ from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import Lane, Pipe, PipeBroken, SinkLane, Slots, SourceLane
 from tests.helpers import POISON, assert_same_bytes
 
-CLOSE_MAX_S = 4.0
+CLOSE_MAX_S = 60.0
 """A connection closes within this, also when its peer was killed. Usual are milliseconds, and 0.7 s
-where a library has something under way."""
-TIMEOUT_S = 30.0
+where a library has something under way; a busy machine may stand still meanwhile."""
+TIMEOUT_S = 120.0
 
 
 class MakePipe(Protocol):
@@ -60,6 +60,9 @@ class PipeCase:
     """Must PipeBroken name a killed peer, before ZeroMQ has noticed?"""
     num_opens: int = 200
     """Connections that come and go: a multiple of four."""
+    num_looks: int = 2500
+    """Whether closed connections have given their staging back, 10 ms apart."""
+    close_max_s: float = CLOSE_MAX_S
 
 
 # ------------------------------------------------------------------ what ZeroMQ would carry
@@ -272,7 +275,7 @@ class Node:
                 end.lane.close()
                 end.lane.close()  # idempotent
                 took_s = time.monotonic() - begin_s
-                assert took_s < CLOSE_MAX_S, f"close took {took_s:.2f} s"
+                assert took_s < self.case.close_max_s, f"close took {took_s:.2f} s"
         self.say(Ended(number))
 
     def close(self) -> None:
@@ -282,7 +285,7 @@ class Node:
         self.pipe.close()
         self.pipe.close()
         took_s = time.monotonic() - begin_s
-        assert took_s < CLOSE_MAX_S, f"close of the pipe took {took_s:.2f} s"
+        assert took_s < self.case.close_max_s, f"close of the pipe took {took_s:.2f} s"
         os.close(self._wake_fd)
 
     # -- the loop

@@ -384,8 +384,8 @@ def test_an_attach_that_is_read_after_its_connection_has_ended_leaves_nothing(pa
     client.socket.close()
     time.sleep(0.1)
     _rest(pair)
-    assert not len(connections_of(pair))
-    assert pair.source.is_idle
+    pair.until(lambda: not len(connections_of(pair)))
+    pair.until(lambda: pair.source.is_idle)
 
 
 @pytest.mark.parametrize("message", [Credit((0,)), expect_of(key_of(1))], ids=["credit", "expect"])
@@ -588,7 +588,7 @@ def test_a_trial_has_slots_of_its_own_and_carries_nothing_else() -> None:
 def test_a_trial_that_is_refused_says_why(pair: Pair) -> None:
     with pair.context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.RCVTIMEO, 5000)
+        router.setsockopt(zmq.RCVTIMEO, 120_000)
         port = router.bind_to_random_port("tcp://127.0.0.1")
         manifest = msgspec.structs.replace(
             pair.manifest, data_endpoints={"zmq": f"tcp://127.0.0.1:{port}"}
@@ -602,6 +602,6 @@ def test_a_trial_that_is_refused_says_why(pair: Pair) -> None:
         thread.start()
         try:
             with pytest.raises(TransportUnavailable, match="refuses: go away"):
-                pair.sink.trial(manifest, 5.0)
+                pair.sink.trial(manifest, 120.0)
         finally:
             thread.join()

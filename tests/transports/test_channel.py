@@ -74,7 +74,7 @@ def test_a_peer_that_is_silent_is_gone_by_name_after_peer_silent_s() -> None:
             while not gone:
                 assert list(router.poll()) == []
                 gone = router.visitors.take_gone()
-                assert time.monotonic() < began_s + 10
+                assert time.monotonic() < began_s + 240
                 time.sleep(0.01)
         assert time.monotonic() - began_s > 0.3
         assert gone == [name.bytes]

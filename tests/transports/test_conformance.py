@@ -252,5 +252,6 @@ def test_broken_wire_is_found(make_source: MakeSource, make_sink: MakeSink, sent
             check_transport(make_source, make_sink, timeout_s=2.0)
         except AssertionError as exc:
             found = str(exc)
-            break
+            if re.search(sentence, found):  # else a busy machine was too late for another check
+                break
     assert re.search(sentence, found), found or "nothing was found"

@@ -256,13 +256,15 @@ def test_who_waits_is_woken_before_and_after(monkeypatch: pytest.MonkeyPatch) ->
     launches.close()
 
 
-def test_what_was_measured_says_when_the_next_is_due() -> None:
+def test_what_was_measured_says_when_the_next_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
     launches: Launches[int] = Launches(lambda: None)
     nbytes = 256 << 20
     for number in range(30):
         event = Doubtful()
         launches.add(number, event, nbytes)
-        time.sleep(0.002)
+        clock.now_s += 0.002
         assert launches.land() == []
         event.is_over = True
         assert [flight.owner for flight in launches.land()] == [number]

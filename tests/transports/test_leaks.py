@@ -31,7 +31,7 @@ STAGING_TOKENS = 512
 MOST_CONNECTIONS_GROWTH_NBYTES = 2 << 20
 """A third of their staging. UCX takes up to 0.9 MB in the first connections and nothing in the next
 600; the others take less than 1 KiB each."""
-SETTLE_S = 8.0
+SETTLE_S = 60.0
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -54,23 +54,29 @@ def test_connections_leave_nothing_behind(wire: str) -> None:
         after = last[side]
         grown_nbytes = after.rss_nbytes - before.rss_nbytes
         assert grown_nbytes < MOST_CONNECTIONS_GROWTH_NBYTES, (side, before, after)
-        assert after.num_threads == before.num_threads, (side, before, after)
-        assert after.num_descriptors == before.num_descriptors, (side, before, after)
+        assert after.num_threads <= before.num_threads, (side, before, after)
+        assert after.num_descriptors <= before.num_descriptors, (side, before, after)
 
 
 def settled(pair: Soak, wanted: dict[str, Usage] | None = None) -> dict[str, Usage]:
-    """What both hold once nothing of it changes any more, or is as wanted: a source hears that a
-    sink has left after a moment, and some libraries let go of things later.
+    """What both hold once nothing of it changes any more, or is no more than wanted: a source hears
+    that a sink has left after a moment, and some libraries let go of things later.
     """
     deadline_s = time.monotonic() + SETTLE_S
     known = counts(pair.usages())
     while time.monotonic() < deadline_s:
         time.sleep(0.5)
         usages = pair.usages()
-        if counts(usages) == (known if wanted is None else counts(wanted)):
+        now = counts(usages)
+        if now == known if wanted is None else not grown(now, counts(wanted)):
             return usages
-        known = counts(usages)
+        known = now
     return pair.usages()
+
+
+def grown(now: list[tuple[int, int]], before: list[tuple[int, int]]) -> bool:
+    """What ends later than it usually does is no leak."""
+    return any(a > b for each in zip(now, before, strict=True) for a, b in zip(*each, strict=True))
 
 
 def counts(usages: dict[str, Usage]) -> list[tuple[int, int]]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +25,7 @@ from kvxfer.transports.native_peers import LOOPBACK
 from kvxfer.transports.nixl_agent import NixlAgent, Operation
 from kvxfer.transports.nixl_pipe import GO, NixlPipe
 from kvxfer.transports.pipe import PipeBroken, SinkLane, Slots, SourceLane
-from tests.helpers import needs_nixl, run_pair
+from tests.helpers import needs_nixl, run_pair, stop_process
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,
     PipeCase,
@@ -116,7 +115,7 @@ class Two:
         self.sink.progress()
 
     def until(self, wanted: Callable[[], object]) -> None:
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + 240.0
         while not wanted():
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
@@ -319,7 +318,7 @@ def test_staging_that_a_living_source_may_write_outlives_the_pipe() -> None:
     two.sink.close()
     assert [end.staging.slots for end in nixl_pipe._quarantine[num_kept:]] == [SLOTS]
     del nixl_pipe._quarantine[num_kept:]
-    assert len(os.listdir("/proc/self/task")) < num_threads  # but no agent does
+    two.until(lambda: len(os.listdir("/proc/self/task")) < num_threads)  # but no agent does
     giver.close()
     two.source.close()
 
@@ -378,7 +377,7 @@ def test_a_note_whose_sender_is_no_text_harms_nobody(caplog: pytest.LogCaptureFi
     rogue = bindings.nixlAgent(b"kvxfer-\xff\xfe", settings)
     rogue.createBackend("UCX", {})
     rogue.genNotif(rogue.loadRemoteMD(agent.metadata()), GO)
-    deadline_s = time.monotonic() + 30.0
+    deadline_s = time.monotonic() + 120.0
     while "notes were lost" not in caplog.text:
         assert time.monotonic() < deadline_s
         assert agent.notes() == []
@@ -426,38 +425,29 @@ def _stopped_source(channel: Connection) -> None:
     pipe.close()
 
 
-def _stop(pid: int) -> None:
-    """Every thread of it, also the one of NIXL that would serve a READ meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
-    threads = Path(f"/proc/{pid}/task")
-    deadline_s = time.monotonic() + 30.0
-    while any(") T " not in (each / "stat").read_text() for each in threads.iterdir()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
 def _sink_of_a_stopped_source(channel: Connection) -> None:
     pipe = make_pipe(CPU, lambda: None, "tcp")
     lane = pipe.open_sink(SLOTS, "READ")
     channel.send(lane.address)
     address, source = channel.recv()
     lane.connected(address)
-    _stop(source)
+    stop_process(source)  # also the thread of NIXL that would serve a READ meanwhile
     lane.announced(0, 0, SLOTS.slot_nbytes, [])
     begin_s = time.monotonic()
     while time.monotonic() < begin_s + 0.2:
         pipe.progress()
         assert not lane.poll()
         time.sleep(0.01)
+    nixl_pipe.KEPT_S = 300.0
     lane.close()
     assert pipe.quarantined_nbytes == 0
-    time.sleep(nixl_pipe.KEPT_S + 0.1)
+    nixl_pipe.KEPT_S = 0.0
     pipe.progress()
     assert pipe.quarantined_nbytes == SLOTS.nbytes
     os.kill(source, signal.SIGCONT)
     begin_s = time.monotonic()
     while pipe.quarantined_nbytes:
-        assert time.monotonic() < begin_s + 10.0
+        assert time.monotonic() < begin_s + 100.0
         pipe.progress()
         time.sleep(0.01)
     channel.send("done")
@@ -466,7 +456,7 @@ def _sink_of_a_stopped_source(channel: Connection) -> None:
 
 @needs_nixl
 def test_a_read_without_an_end_keeps_its_staging_until_it_has_one() -> None:
-    run_pair(_stopped_source, _sink_of_a_stopped_source, timeout_s=40.0)
+    run_pair(_stopped_source, _sink_of_a_stopped_source, timeout_s=240.0)
 
 
 @needs_nixl

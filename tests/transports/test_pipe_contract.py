@@ -25,7 +25,6 @@ from tests.transports.pipe_contract import (
     leaked,
     scenario_params,
 )
-from tests.transports.pipe_nodes import CLOSE_MAX_S
 
 
 class PartsSource(SourceLane):
@@ -158,9 +157,12 @@ class NeverWakes(PartsSink):
         return super().poll() if time.monotonic() >= self._due_s else ()
 
 
+HANGS_S = 1.0
+
+
 class HangsInClose(PartsSink):
     def close(self) -> None:
-        time.sleep(CLOSE_MAX_S + 0.2)
+        time.sleep(HANGS_S)
 
 
 _kept: list[torch.Tensor] = []
@@ -225,6 +227,9 @@ MANY = "many connections leave nothing"
 )
 def test_broken_pipe_is_found(make_pipe: MakePipe, scenario: str, sentence: str) -> None:
     case = PipeCase(make_pipe, num_opens=16)
+    case = replace(case, num_looks=50)
+    if sentence == "close took":
+        case = replace(case, close_max_s=HANGS_S)
     if sentence == "nobody woke":  # the others need not wait for a tick, and may be slow
         case = replace(case, tick_s=4.0)
     with pytest.raises(AssertionError, match=sentence):

@@ -328,7 +328,7 @@ def test_a_gpu_has_room_for_what_the_trial_leaves_at_the_source() -> None:
 
 @contextmanager
 def nixl_pair() -> Iterator[Pair]:
-    pair = Pair(Config(transport="nixl", peer_silent_s=1.0, connect_timeout_s=2.0))
+    pair = Pair(Config(transport="nixl", peer_silent_s=300.0, connect_timeout_s=300.0))
     yield pair
     pair.close()
 

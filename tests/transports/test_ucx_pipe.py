@@ -36,7 +36,7 @@ from kvxfer.transports.ucx_pipe import (
     UcxSourceLane,
     tag_of,
 )
-from tests.helpers import assert_same_bytes, needs_ucxx, run_pair
+from tests.helpers import assert_same_bytes, needs_ucxx, run_pair, stop_process
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,
     Held,
@@ -254,11 +254,8 @@ def test_a_message_that_is_none_breaks_the_connection(message: bytes) -> None:
 @needs_ucxx
 def test_a_message_wakes_who_waits_for_it() -> None:
     with two_ends() as ends:
-        for _ in range(100):
-            ends.source_pipe.progress()
-            ends.sink_pipe.progress()
         (fd,) = ends.sink_pipe.fds()
-        assert not select.select([fd], [], [], 0.05)[0]
+        ends.until(lambda: not select.select([fd], [], [], 0.05)[0])
         assert ends.source.tell(b"x")
         assert select.select([fd], [], [], 30.0)[0]
         assert told(ends, ends.sink, 1) == [b"x"]
@@ -297,11 +294,8 @@ def test_the_descriptor_is_silent_when_nothing_is_to_be_done() -> None:
         ends.send(0, 0, fill=1)
         ends.sink.announced(0, 0, SLOTS.slot_nbytes, ())
         ends.until(ends.sink.poll)
-        for _ in range(100):
-            ends.source_pipe.progress()
-            ends.sink_pipe.progress()
         (fd,) = ends.sink_pipe.fds()
-        assert not select.select([fd], [], [], 0.05)[0]
+        ends.until(lambda: not select.select([fd], [], [], 0.05)[0])
         ends.send(1, 0, fill=1)
         assert select.select([fd], [], [], 30.0)[0]
 
@@ -439,7 +433,7 @@ def test_large_sends_on_their_way_leave_nothing_when_they_are_closed(
                 lane.close()
             ends.until(lambda: ends.source_pipe.is_idle and ends.sink_pipe.is_idle)
             del lane, sink, source
-            assert not Held.now().fds - before  # an earlier test's may go meanwhile
+            ends.until(lambda: not Held.now().fds - before)  # an earlier test's may go meanwhile
 
 
 @needs_ucxx
@@ -501,7 +495,7 @@ def test_what_outlives_its_pipe_goes_to_another_one(monkeypatch: pytest.MonkeyPa
         source.close()
         ends.until(lambda: ends.source_pipe.is_idle and ends.sink_pipe.is_idle)
         del sink, source, trial
-        assert not Held.now().fds - before  # an earlier test's may go meanwhile
+        ends.until(lambda: not Held.now().fds - before)  # an earlier test's may go meanwhile
 
 
 def kept_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -521,7 +515,7 @@ class Endless:
 def test_staging_of_an_operation_without_an_end_is_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ucx_pipe_module, "KEPT_S", 0.2)
+    monkeypatch.setattr(ucx_pipe_module, "KEPT_S", 300.0)
     with two_ends() as ends:
         sink = ends.sink_pipe.open_sink(SLOTS)
         source = ends.source_pipe.open_source(sink.address, SLOTS)
@@ -531,6 +525,7 @@ def test_staging_of_an_operation_without_an_end_is_kept(
         source.close()
         sink.close()
         assert ends.source_pipe.quarantined_nbytes == 0
+        monkeypatch.setattr(ucx_pipe_module, "KEPT_S", 0.2)
         ends.until(lambda: ends.source_pipe.quarantined_nbytes)
         assert ends.source_pipe.quarantined_nbytes == SLOTS.nbytes
         ends.until(lambda: len(kept_lines(caplog)) == 2)  # of the source, and of the sink
@@ -578,7 +573,7 @@ def _wait_for_two(pipe: UcxPipe, lane: UcxSinkLane, address: bytes) -> None:
     lane.connected(address)
     for slot in range(2):
         lane.announced(slot, 0, SLOTS.slot_nbytes, ())
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 100.0
     while time.monotonic() < deadline_s:
         pipe.progress()
         lane.poll()
@@ -588,7 +583,7 @@ def _early_survivor(channel: Connection) -> None:
     pipe = ucx_pipe(CPU, lambda: None)
     lane = pipe.open_sink(SLOTS)
     channel.send(lane.address)
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 100.0
     while not channel.poll():
         assert time.monotonic() < deadline_s
         pipe.progress()
@@ -608,7 +603,7 @@ def _early_survivor(channel: Connection) -> None:
 
 @needs_ucxx
 def test_a_source_that_dies_before_the_sink_knows_it() -> None:
-    run_pair(_early_victim, _early_survivor, exit_codes=(-9, 0), timeout_s=120)
+    run_pair(_early_victim, _early_survivor, exit_codes=(-9, 0), timeout_s=240)
 
 
 def _asks_and_waits(channel: Connection) -> None:
@@ -654,7 +649,7 @@ def _drive_for(pipe: UcxPipe, time_s: float) -> None:
 
 @needs_ucxx
 def test_a_sink_survives_the_death_of_a_source_that_has_asked_for_a_connection() -> None:
-    run_pair(_asks_and_waits, _connects_to_the_dead, exit_codes=(-9, 0), timeout_s=120)
+    run_pair(_asks_and_waits, _connects_to_the_dead, exit_codes=(-9, 0), timeout_s=240)
 
 
 def _stops(channel: Connection) -> None:
@@ -676,17 +671,17 @@ def _closes_beside_a_stopped_peer(channel: Connection) -> None:
     channel.send(lane.address)
     lane.connected(channel.recv())
     pid: int = channel.recv()
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     begin_s = time.monotonic()
     pipe.progress()
     lane.close()
     pipe.close()
-    assert time.monotonic() - begin_s < 15
+    assert time.monotonic() - begin_s < 60
     assert ucx_pipe_module._left
     os.kill(pid, signal.SIGCONT)
     channel.send("end")
     heir = ucx_pipe(CPU, lambda: None)
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 100.0
     while not heir.is_idle:
         assert time.monotonic() < deadline_s
         heir.progress()
@@ -695,4 +690,4 @@ def _closes_beside_a_stopped_peer(channel: Connection) -> None:
 
 @needs_ucxx
 def test_close_does_not_wait_for_a_stopped_peer() -> None:
-    run_pair(_stops, _closes_beside_a_stopped_peer, timeout_s=120)
+    run_pair(_stops, _closes_beside_a_stopped_peer, timeout_s=240)

@@ -118,8 +118,8 @@ class Pair:
             decoding.append(self.decode.submit(tokens, max_tokens, params))
         return [self.decode.result(request_id) for request_id in decoding]
 
-    def assert_at_rest(self, timeout_s: float = 10.0) -> None:
-        """All blocks of both engines come back."""
+    def assert_at_rest(self, timeout_s: float = 25.0) -> None:
+        """All blocks of both engines come back, before a lease of 30 s has ended."""
         for engine in (self.prefill, self.decode):
             engine.wait_for_blocks(
                 lambda blocks: blocks.num_free == blocks.num_total - 1 and not blocks.num_requests,

@@ -19,7 +19,7 @@ class Collector:
     url: str
     spans: list[Any] = field(default_factory=list)
 
-    def wait_for(self, name: str, trace_id: str, timeout_s: float = 30.0) -> Any:
+    def wait_for(self, name: str, trace_id: str, timeout_s: float = 120.0) -> Any:
         """The span of this name in this trace."""
         deadline_s = time.monotonic() + timeout_s
         while True:

@@ -448,7 +448,7 @@ class Engine(Rig):
         self.reported.append(pickle.loads(pickle.dumps(reported)))
         return reported
 
-    def run_until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    def run_until(self, condition: Callable[[], object], timeout_s: float = 120.0) -> None:
         """Step while there is something to do, and wait while there is not."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 CHUNK = 32
 NUM_NEW = 4
-WAIT_S = 20.0
+WAIT_S = 120.0
 Make = Callable[..., ComputingEngine]
 
 
@@ -182,7 +182,7 @@ def test_blocks_of_early_requests_are_bounded(make: Make) -> None:
 
 
 def test_blocks_come_back_when_prefill_is_late(make: Make) -> None:
-    both = Both(make, early_wait_s=0.5)
+    both = Both(make, early_wait_s=10.0)
     _, at_sink = both.ask("r", prompt_of(7, 200))
     both.source.run()
     both.drive(lambda: both.has_read("r", CHUNK), source=False)
@@ -276,4 +276,4 @@ def test_real_engines_hear_of_requests_at_once(fleet: Fleet, references: Referen
         pair.prefill.result(each)
     moved = sum(each.num_cached_tokens for each in answers)
     assert moved == sum(len(each) - 1 for each in prompts), pair.prefill.metric(PREEMPTIONS)
-    pair.assert_at_rest(timeout_s=20)
+    pair.assert_at_rest()

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from tests.connector.rig import until
 from tests.vllm.cases import NEW_TOKENS, Pair, References, Sources, prompt
 from tests.vllm.engines import Connector, EngineConfig, Fleet
 
 # Small pieces, each slow: a transfer of 700 tokens (2.9 MB) takes seconds. Few slots: what waits in
 # one has left the source, which a transfer that fits into them outlives.
 SLOW: dict[str, Any] = {"chunk_nbytes": 65536, "staging_slots": 4}
-PIECES = "read:slow=100ms"
+PIECES = "read:slow=200ms"
 FAILED = "vllm:kvxfer_requests_failed_total"
 
 
@@ -30,7 +31,7 @@ def failures(pair: Pair) -> set[str]:
 def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
     fleet: Fleet, references: References, policy: str
 ) -> None:
-    settings = {**SLOW, "pull_timeout_s": 5.0}
+    settings = {**SLOW, "pull_timeout_s": 60.0}
     pair = Pair(
         *fleet.fresh(
             EngineConfig(Connector(extra={"chunk_nbytes": 65536}), block_tokens=32),
@@ -42,7 +43,7 @@ def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
     request_id = pair.decode.submit(tokens, NEW_TOKENS, pair.offered(tokens))
     time.sleep(0.7)
     pair.prefill.kill()
-    answer = pair.decode.result(request_id, timeout_s=15)
+    answer = pair.decode.result(request_id, timeout_s=120)
     if policy == "fail":
         assert (answer.reason, answer.token_ids) == ("error", [])
     else:
@@ -79,10 +80,9 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
     with pair.decode.stopped():
         # While the sink stands still the lease ends and the source takes its blocks back.
         pair.prefill.wait_for_blocks(lambda blocks: blocks.num_free == blocks.num_total - 1)
-    answer = pair.decode.result(request_id, timeout_s=20)
+    answer = pair.decode.result(request_id, timeout_s=120)
     assert [answer.token_ids] == want
-    time.sleep(0.1)
-    assert failures(pair) & {"expired", "ended", "broken", "peer_lost"}
+    until(lambda: failures(pair) & {"expired", "ended", "broken", "peer_lost"})
     pair.assert_at_rest()
 
 
@@ -115,8 +115,8 @@ def test_a_prefill_that_never_answers_ends_in_a_deadline(
         waited_s = time.monotonic() - started_s
     assert [answer.token_ids] == want
     assert waited_s < 60
-    assert failures(pair)
-    pair.assert_at_rest(timeout_s=45)  # the prefill engine's lease of 30 s
+    until(lambda: failures(pair))
+    pair.assert_at_rest(timeout_s=120)  # the prefill engine's lease of 30 s
 
 
 def test_models_that_differ_are_refused_by_name(fleet: Fleet) -> None:

@@ -57,7 +57,7 @@ def test_held_blocks_cost_nothing(
 
 def test_held_blocks_come_back_after_a_sleep(fleet: Fleet, references: References) -> None:
     """Taken, and given up, while the engine sleeps; and by a request that needs the room."""
-    settings = {"lease_s": 2.0, "keep_s": 0.5}
+    settings = {"lease_s": 10.0, "keep_s": 0.5}
     pair = Pair(
         *fleet.fresh(
             EngineConfig(Connector(extra=settings), block_tokens=32),
@@ -84,7 +84,7 @@ def test_held_blocks_come_back_after_a_sleep(fleet: Fleet, references: Reference
 def test_a_full_pool_waits_for_pins(fleet: Fleet, references: References) -> None:
     """A request that needs their room runs when they are given up."""
     config = EngineConfig(
-        Connector(extra={"lease_s": 2.0, "keep_s": 0.5}),
+        Connector(extra={"lease_s": 10.0, "keep_s": 0.5}),
         block_tokens=32,
         in_process=False,
         label="full",

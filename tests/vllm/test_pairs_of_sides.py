@@ -223,7 +223,7 @@ def test_turned_away_releases_the_source_at_once(
     sink.abort("d")
     started_s = time.monotonic()
     finish_both(source, sink)
-    assert time.monotonic() - started_s < 15  # a lease is 30 s
+    assert time.monotonic() - started_s < 29  # a lease is 30 s
     assert source.stats["offers_broken"] == {"cancelled": 1}
     assert sink.reports_of("finished_recving", "d") == 0
 
@@ -237,7 +237,7 @@ def test_full_local_hit_releases_the_source_at_once(pair: tuple[Engine, Engine])
     sink.request("d", tokens, params)
     started_s = time.monotonic()
     finish_both(source, sink)
-    assert time.monotonic() - started_s < 15
+    assert time.monotonic() - started_s < 29
     assert sink.reports_of("finished_recving", "d") == 0
 
 

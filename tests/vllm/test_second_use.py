@@ -26,7 +26,7 @@ def test_a_request_that_is_sent_again_is_served(pair: Pair, references: Referenc
     assert (Sources.of(pair.decode) - before).external == 299  # by one of them
     again = pair.decode.generate(tokens, 16, params)
     assert again.token_ids == references.tokens([tokens])[0]
-    pair.assert_at_rest(timeout_s=15)
+    pair.assert_at_rest()
 
 
 def test_two_samples_of_one_prompt_are_served(pair: Pair, references: References) -> None:
@@ -35,4 +35,4 @@ def test_two_samples_of_one_prompt_are_served(pair: Pair, references: References
     answer = pair.decode.generate(tokens, 16, pair.offered(tokens), n=2, **likeliest)
     assert answer.reason == "length"
     assert answer.token_ids == references.tokens([tokens])[0]
-    pair.assert_at_rest(timeout_s=15)
+    pair.assert_at_rest()

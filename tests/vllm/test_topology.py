@@ -122,4 +122,4 @@ def test_both_are_asked_at_once_beside_another_connector(
         prefill.result(each)
     assert sum(each.num_cached_tokens for each in answers) == sum(len(p) - 1 for p in prompts)
     assert token_ids([decode.generate(on_disk)]) == want
-    pair.assert_at_rest(timeout_s=20)
+    pair.assert_at_rest()
