@@ -157,9 +157,11 @@ def test_silence_from_before_a_load_is_not_held_against_it() -> None:
         Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
     ):
         _meet(source, sink)
-        time.sleep(0.5)  # the watch over the first load has ended
-        for client in links_of(only_peer_of(sink)):
-            client.unanswered_s = time.monotonic() - 100
+        peer = only_peer_of(sink)
+        pass_s(sink, 300.0)
+        until(lambda: peer._watch is None)  # over the first load
+        for client in links_of(peer):
+            client.unanswered_s = time.monotonic() - 300.0
         sink.load("d", _offered(source, "p"), range(4), SPAN)
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {None}
