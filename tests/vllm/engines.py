@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tests.helpers import free_port
+from tests.helpers import free_port, stop_process
 from tests.vllm import engine_worker, models
 from tests.vllm.processes import Process
 
@@ -336,7 +336,8 @@ class Engine:
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """All processes of the engine stand still meanwhile."""
-        self.process.signal(signal.SIGSTOP)
+        for process in self.process.tree():
+            stop_process(process.pid)
         try:
             yield
         finally:
