@@ -34,11 +34,15 @@ FROM_INSIDE: Mapping[str, str] = {
 }
 """Files that change whatever they like, and why."""
 
-# Bounds and waits that a test would meet after minutes, or with thousands of peers
+# Bounds and waits that a test would meet after minutes, or with thousands of peers; or at any
+# moment on a busy machine
 _BOUNDS = """
-    bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.io_thread.LEISURE_S
-    connector.rank_service.DRAIN_S doctor.child.END_S doctor.child.START_S engine.rpc.HEARTBEAT_S
+    bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.control.LINGER_MS
+    connector.io_thread.LEISURE_S connector.peers.BACK_OFF_S connector.rank_service.DRAIN_S
+    connector.rank_service.LATE_S connector.sink.RETRY_S connector.worker_side.LATE_S
+    doctor.child.END_S doctor.child.START_S engine.rpc.HEARTBEAT_S
     kernels.rewrite_kernel.MAX_PLANES proxy.server.ABANDONED_S
+    transports.guard.MOST_PENALTY_S transports.guard.PENALTY_S transports.nixl_pipe.KEPT_S
     transports.shm_direct.JOB_NBYTES transports.stream_source.MAX_CONNECTIONS
     transports.ucx_pipe.CLOSE_S transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S
     transports.ucx_pipe.TURN_S transports.visitors.MOST_OF_ADDRESS transports.visitors.TURN_S
