@@ -143,11 +143,13 @@ def _tile_offsets(
     wanted = lane < num_lanes
     place = _place(numbers, lane * RUN, BY_CHANNEL, TOKENS_FIRST)
     given = _offset(numbers + _SOURCE, source_ids, place, wanted, WORD, BY_CHANNEL)
-    if RUN > 1:
+    if RUN > 1 and TOKENS_FIRST:  # a run may end in another channel
         number = lane[:, None] * RUN + tl.arange(0, RUN)[None, :]
         place = _place(numbers, number, BY_CHANNEL, TOKENS_FIRST)
         wanted = number < num_lanes * RUN
     taken = _offset(numbers + _SINK, sink_ids, place, wanted, WORD, BY_CHANNEL)
+    if RUN > 1 and not TOKENS_FIRST:
+        taken = taken[:, None] + (tl.arange(0, RUN) * tl.load(numbers + _SINK + 10))[None, :]
     return given, taken
 
 
