@@ -529,6 +529,12 @@ def pass_s(engine: Engine, duration_s: float) -> None:
         assert is_over.wait(STUCK_S)
 
 
+def is_kept_off(sink: Engine) -> bool:
+    """A source has refused a connection of it."""
+    links = (link for peer in list(peers_of(sink).values()) for link in links_of(peer))
+    return any(link.dealer.is_refused for link in links)
+
+
 def was_granted(sink: Engine, request_id: str) -> bool:
     """It reads, or waits for what it is sent."""
     load = service_of(sink).sink._by_request.get(request_id)

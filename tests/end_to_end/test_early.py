@@ -136,9 +136,9 @@ def break_in_growth(router: Router, rng: random.Random, number: int, what: str) 
         engines.decode.abort(both.decode)
     want: dict[Both, str | None] = {}
     for each in (both, other):
-        answer = engines.decode.result(each.decode)
+        answer = engines.decode.result(each.decode, timeout_s=240)
         if what != "kill":
-            engines.prefill.result(each.prefill)
+            engines.prefill.result(each.prefill, timeout_s=240)
         if each is both and what == "abort at decode":
             want[each] = None
             continue
@@ -160,7 +160,7 @@ def at_rest(engines: Pair) -> None:
 def broken(tmp_path: Path, transport: str, breaks: list[str]) -> Counter[str | None]:
     model = tiny_model(tmp_path)
     kv = {
-        **{"transport": transport, "staging_nbytes": 256 << 10, "early_wait_s": 60.0},
+        **{"transport": transport, "staging_nbytes": 256 << 10, "early_wait_s": 20.0},
         **{"lease_s": 30.0, "keep_s": 1.0, "peer_silent_s": 60.0},
     }
     rng = random.Random(f"{transport} {breaks}")

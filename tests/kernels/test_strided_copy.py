@@ -334,25 +334,27 @@ def test_lanes_run_along_the_tokens_of_a_block_that_the_source_alone_has_togethe
         launch = plan_launch(work, NUM_REGIONS, programs)
         return launch.tokens_first, launch.run_words
 
-    source, sink = hnd(tokens, 350, inner), nhd(tokens, 350, inner)
+    channels = 2 * (350 // tokens)
+    source, sink = hnd(tokens, channels, inner), nhd(tokens, channels, inner)
     step = (tokens + 2) * inner
-    work = work_of(source, sink, 4 * tokens, 350, inner)
+    work = work_of(source, sink, 4 * tokens, channels, inner)
     assert lanes(work) == (True, 2 if inner < 4 else 1)
     check(work, programs=programs)
     one_by_one = [
         replace(work, source=replace(source, first_token=1), num_tokens=2 * tokens),
-        work_of(hnd(tokens, 350, inner, padding=inner), sink, 4 * tokens, 350, inner),
+        work_of(hnd(tokens, channels, inner, padding=inner), sink, 4 * tokens, channels, inner),
         # Half of a block of twice the tokens
-        work_of(hnd(2 * tokens, 350, inner), sink, tokens, 350, inner),
+        work_of(hnd(2 * tokens, channels, inner), sink, tokens, channels, inner),
         # Room between channels
-        replace(work, source=side_of(tokens, 350 * step, step, inner)),
+        replace(work, source=side_of(tokens, channels * step, step, inner)),
     ]
     # Whole blocks or not: both binaries are compiled before they are needed, by 0 tokens and by 1
     assert lanes(replace(work, num_tokens=0)) == lanes(work)
     assert lanes(replace(work, num_tokens=1)) == lanes(one_by_one[0]) == (False, 1)
     if tokens % 2:
-        odd = work_of(hnd(tokens, 351, inner), nhd(tokens, 351, inner), 9 * tokens, 351, inner)
-        one_by_one.append(odd)
+        odd = channels + 1
+        sides = hnd(tokens, odd, inner), nhd(tokens, odd, inner)
+        one_by_one.append(work_of(*sides, 5 * tokens, odd, inner))
     for other in one_by_one:
         assert plan_launch(other, NUM_REGIONS, programs).run_words == 1
         check(other, programs=programs)
@@ -360,7 +362,8 @@ def test_lanes_run_along_the_tokens_of_a_block_that_the_source_alone_has_togethe
     assert lanes(crooked) == (True, 1)
     check(crooked, lead=inner, programs=programs)
     # Kernel blocks of a larger one; and the sink's blocks are of another size
-    cut = replace(work, source=hnd(tokens, 350, inner, kernel_blocks=2), sink=nhd(5, 350, inner))
+    pieces = hnd(tokens, channels, inner, kernel_blocks=2)
+    cut = replace(work, source=pieces, sink=nhd(5, channels, inner))
     assert lanes(cut) == lanes(work)
     check(cut, programs=programs)
 
