@@ -269,12 +269,12 @@ def word_nbytes(work: CopyWork) -> int:
     return next(word for word in _WORDS_NBYTES if common % word == 0)
 
 
-def _steps(work: CopyWork, side: CopySide) -> Iterator[int]:
-    """The strides of a side that are taken, but that of channels."""
+def _steps(work: CopyWork, side: CopySide, *, by_token: bool = True) -> Iterator[int]:
+    """The strides of a side that are taken, but that of channels. ``by_token``: tokens' too."""
     yield side.stride_block
     if work.num_heads > 1:
         yield side.stride_head
-    if side.kernel_tokens > 1:
+    if by_token and side.kernel_tokens > 1:
         yield side.stride_token
 
 
@@ -303,12 +303,11 @@ def _run_words(work: CopyWork, word: int, run_tokens: int) -> int:
         return 1
     if run_tokens == 0:
         is_run = word == source.stride_channel < sink.stride_channel
-        numbers = [work.inner_nbytes, *_steps(work, source)]
     else:  # whole blocks: behind a channel's tokens come those of the next one
         are_near = run_tokens * word == source.stride_channel
         is_run = are_near and word == source.stride_token < sink.stride_token
-        numbers = [work.inner_nbytes * run_tokens, *_steps(work, replace(source, kernel_tokens=1))]
-    common = math.gcd(work.align_nbytes, *numbers)
+    steps = _steps(work, source, by_token=run_tokens == 0)
+    common = math.gcd(work.align_nbytes, work.inner_nbytes * max(1, run_tokens), *steps)
     return _RUN_WORDS if is_run and common % (word * _RUN_WORDS) == 0 else 1
 
 
