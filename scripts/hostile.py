@@ -7,6 +7,7 @@ other work on the machine falls on both; an attacked turn lasts as long as one w
 least. "a busy core" attacks nobody and computes: what a process beside the pair costs anyway.
 
     python scripts/hostile.py --loads 400 --out scripts/results
+    python scripts/hostile.py --pairs 4 --spread       with 24 cores: a quarter of the cases each
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ import multiprocessing
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from threading import Lock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -124,20 +129,90 @@ OFTEN = ("connections.refused.address", "connections.refused.key", "control.malf
 def main() -> int:
     """Exit status: 0 no case is beyond the limit, 1 one is."""
     options = _options()
-    cases = [
-        (number, case)
-        for number, case in enumerate((*CASES, BUSY))
-        if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases)
-        and not (options.spread and case.setting.slow)
-    ]
-    cores = divided(os.sched_getaffinity(0), is_shared=options.share_cores)
+    if options.part:
+        for row in _measure(options):
+            print(msgspec.json.encode(row).decode(), flush=True)
+        return 0
     command = shlex.join(["python", "scripts/hostile.py", *sys.argv[1:]])
-    facts = facts_of(command, ("pyzmq",)) | {"cores": cores.text}
+    facts = facts_of(command, ("pyzmq",)) | {"cores": _cores_text(options)}
     title = "Loads of an honest pair beside hostile peers"
     report = Report(options.out, "hostile", title, facts, _tables) if options.out else None
     rows: list[Row] = []
     if report is not None:
         report.records["rows"] = rows
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        print(line_of(COLUMNS, row, SHOWN), flush=True)
+        if report is not None:  # each time: whoever ends the run keeps what there is
+            report.write()
+
+    if options.pairs > 1:
+        _side_by_side(options.pairs, add)
+    else:
+        for row in _measure(options):
+            add(row)
+    missed = [row for row in rows if row.missed or not row.rounds]
+    for row in missed:
+        what = ", ".join(row.missed) or "a whole attack"
+        print(f"{row.name}: expected {what} within a turn, got none: it was not reached")
+    beyond = [row for row in rows if row.ratio > options.limit]
+    for row in beyond:
+        print(f"{row.name}: p99 {row.ratio:.1f} times that without, expected {options.limit:g}")
+    return 1 if beyond or missed else 0
+
+
+def _cores_text(options: argparse.Namespace) -> str:
+    cores = os.sched_getaffinity(0)
+    if options.pairs == 1:
+        return divided(cores, is_shared=options.share_cores).text
+    texts = {
+        divided(part, is_shared=options.share_cores).text for part in shares(cores, options.pairs)
+    }
+    return f"{options.pairs} pairs side by side, of each: {' or '.join(sorted(texts))}"
+
+
+def shares(cores: Collection[int], number: int) -> list[list[int]]:
+    """Of each pair, its cores, which lie side by side. Raises SystemExit for fewer cores."""
+    if len(cores) < number:
+        raise SystemExit(f"--pairs: expected at most {len(cores)}, one for each core, got {number}")
+    own = sorted(cores)
+    ends = [len(own) * index // number for index in range(number + 1)]
+    return [own[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+def _side_by_side(number: int, add: Callable[[Row], None]) -> None:
+    """Each pair has cores of its own, and every so many'th case. Raises SystemExit if one fails."""
+    all_cores = os.sched_getaffinity(0)
+    parts: list[subprocess.Popen[str]] = []
+    try:
+        for index, cores in enumerate(shares(all_cores, number)):
+            os.sched_setaffinity(0, cores)  # which the new process inherits
+            argv = [sys.executable, __file__, *sys.argv[1:], "--part", f"{index}/{number}"]
+            parts.append(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
+        os.sched_setaffinity(0, all_cores)
+        lock = Lock()
+        with ThreadPoolExecutor(number) as readers:
+            list(readers.map(partial(_read_rows, add=add, lock=lock), parts))
+        failed = [index for index, part in enumerate(parts) if part.wait()]
+    finally:
+        for part in parts:
+            part.kill()
+    if failed:
+        raise SystemExit(f"parts {failed}: expected all their cases, they ended before")
+
+
+def _read_rows(part: subprocess.Popen[str], add: Callable[[Row], None], lock: Lock) -> None:
+    for line in part.stdout or ():
+        row = msgspec.json.decode(line, type=Row)
+        with lock:
+            add(row)
+
+
+def _measure(options: argparse.Namespace) -> Iterator[Row]:
+    """All cases that are asked for, one after the other, on this process's cores."""
+    cases = _cases(options)
+    cores = divided(os.sched_getaffinity(0), is_shared=options.share_cores)
     os.sched_setaffinity(0, cores.pair)  # before there are threads, which inherit it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
@@ -152,18 +227,19 @@ def main() -> int:
         for number, case in cases:
             # An offer of its own: leases end, and a case may use one up
             honest = replace(pairs[case.keys], held=pairs[case.keys].offer())
-            rows.append(_measured(context, honest, number, case, cores, options.loads))
-            print(line_of(COLUMNS, rows[-1], SHOWN), flush=True)
-            if report is not None:  # each time: whoever ends the run keeps what there is
-                report.write()
-    missed = [row for row in rows if row.missed or not row.rounds]
-    for row in missed:
-        what = ", ".join(row.missed) or "a whole attack"
-        print(f"{row.name}: expected {what} within a turn, got none: it was not reached")
-    beyond = [row for row in rows if row.ratio > options.limit]
-    for row in beyond:
-        print(f"{row.name}: p99 {row.ratio:.1f} times that without, expected {options.limit:g}")
-    return 1 if beyond or missed else 0
+            yield _measured(context, honest, number, case, cores, options.loads)
+
+
+def _cases(options: argparse.Namespace) -> Sequence[tuple[int, Case]]:
+    """By their numbers; of a part, every so many'th."""
+    chosen = [
+        (number, case)
+        for number, case in enumerate((*CASES, BUSY))
+        if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases)
+        and not (options.spread and case.setting.slow)
+    ]
+    index, number = map(int, (options.part or "0/1").split("/"))
+    return chosen[index::number]
 
 
 def _options() -> argparse.Namespace:
@@ -174,6 +250,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--share-cores", action="store_true", help="the attacker has no core of its own"
     )
+    parser.add_argument(
+        "--pairs", type=int, default=1, help="so many run side by side, each with some of the cases"
+    )
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # of such a pair: 0/4
     parser.add_argument("--limit", type=float, default=2.0, help="of the ratio of p99")
     parser.add_argument("--out", type=Path, help="folder of the dated results")
     return parser.parse_args()

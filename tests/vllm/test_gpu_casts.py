@@ -58,7 +58,7 @@ CASTS = {
 @pytest.fixture(scope="module", params=CASTS)
 def cast(request: pytest.FixtureRequest) -> Cast:
     found = CASTS[request.param]
-    skip_if_refused(found.cache_dtype)
+    skip_if_refused({"kv_cache_dtype": found.cache_dtype})
     return found
 
 

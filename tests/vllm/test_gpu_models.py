@@ -40,6 +40,8 @@ NO_CACHE = {"enable_prefix_caching": False}
 PRECISE, ROUNDED = ({"dtype": dtype} for dtype in NEAR)
 DELTA_NET = ROUNDED | {"gdn_prefill_backend": "triton"}
 CHUNKS = {"max_num_batched_tokens": 192}
+EACH_BLOCK = {"block_size": 256, "mamba_cache_mode": "all"}
+"""A state at the end of each block, and of each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,11 @@ CASES = {
     "mamba2-cached": replace(
         MAMBA2, prefill={"block_size": 256}, decode={"block_size": 128} | NO_CACHE
     ),
+    "each-block-to-each-block": replace(MAMBA2, prefill=EACH_BLOCK, decode=EACH_BLOCK),
+    "each-block-to-one": replace(
+        MAMBA2, prefill=EACH_BLOCK | CHUNKS, decode={"block_size": 128} | NO_CACHE
+    ),
+    "one-to-each-block": replace(MAMBA2, decode=EACH_BLOCK),
     "mamba2-in-groups": state("nemotron-h", PRECISE),
     "gated-delta-net": state("qwen3-next", DELTA_NET),
     "gated-delta-net-dense": state("qwen3.5", DELTA_NET),
@@ -117,7 +124,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     found = CASES[request.param]
     if "tensor_parallel_size" in found.prefill | found.decode and torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    skip_if_refused(found.both.get("kv_cache_dtype", "auto"))
+    skip_if_refused(found.both, found.prefill, found.decode)
     return found
 
 
@@ -147,6 +154,17 @@ def test_sixteen_at_once(case: Case, pair: Pair) -> None:
     assert_as_alone(pair.run_all(prompts, NEW_TOKENS), own, case.tie)
     moved = Sources.of(pair.decode) - before
     assert moved == Sources(sum(map(len, prompts)) - len(prompts), 0, len(prompts))
+    pair.assert_at_rest()
+
+
+def test_a_prefix_that_ends_before_what_was_loaded(case: Case, pair: Pair) -> None:
+    """Of a state only the one after all tokens was loaded; none may be found after fewer."""
+    block_tokens = int(case.decode["block_size"])
+    first = prompt(2 * block_tokens + 70, seed=9)
+    second = first[: block_tokens + 20] + prompt(50, seed=10)
+    (own,) = alone(pair.decode, [second])
+    pair.run(first, NEW_TOKENS)
+    assert_as_alone([pair.decode.generate(second, NEW_TOKENS)], [own], case.tie)
     pair.assert_at_rest()
 
 
