@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import (
+    NUM_PARAMS,
     WHOLE_GPU,
     CopySide,
     CopyWork,
@@ -471,12 +472,11 @@ def test_the_compiler_sees_accesses_of_16_bytes(how: str, order: str) -> None:
 
 @pytest.mark.parametrize("how", ["run", "token run"])
 def test_the_compiler_sees_that_two_words_are_one_load(how: str) -> None:
-    """4 pairs x 512 lanes are 8 runs a thread. Words change threads before they are stored, through
-    shared memory, so that those of a warp are stored side by side.
+    """4 pairs x 512 lanes are 8 runs a thread. Triton 3.7 lets words change threads before they are
+    stored, through shared memory; 3.6 does not.
     """
-    order, shared_nbytes, _ = printed_without_interpreter(PTX, how).split()
+    order, _, _ = printed_without_interpreter(PTX, how).split()
     assert order == 8 * "l" + 16 * "s"
-    assert int(shared_nbytes) > 0
 
 
 @pytest.mark.gpu
@@ -487,7 +487,7 @@ def test_the_binary_that_runs_has_accesses_of_16_bytes(programs: int, num_access
     numbers = torch.zeros(64, dtype=torch.int64, device=DEVICE)
     numbers[: len(launch.params)] = torch.tensor(launch.params)
     table = numbers[40:44]
-    compiled = launch_copy(numbers[:36], table, table, table, table, launch)
+    compiled = launch_copy(numbers[:NUM_PARAMS], table, table, table, table, launch)
     ptx = compiled.asm["ptx"]  # type: ignore[attr-defined]
     assert ptx.count("ld.global.v2.b64") == ptx.count("st.global.v2.b64") == num_accesses
 
