@@ -1,10 +1,11 @@
 """Times the loads of an honest pair without and beside each hostile case of ``tests/hostile``.
 
-The pair and the attacker are processes of this host, on cores of their own where there are two or
-more: then what loads take longer is the source's work. Loads go over ``zmq`` on TCP, one after the
-other, and every one must succeed with the right bytes. Quiet and attacked loads take turns, so that
-other work on the machine falls on both; an attacked turn lasts as long as one whole attack at
-least. "a busy core" attacks nobody and computes: what a process beside the pair costs anyway.
+Source, sink and attacker are processes of this host, and the attacker has a core of its own where
+there are two or more: then what loads take longer is the source's work. Loads go over ``zmq`` on
+TCP, one after the other, and every one must succeed with the right bytes. Quiet and attacked loads
+take turns, so that other work on the machine falls on both; an attacked turn lasts as long as one
+whole attack at least. "a busy core" attacks nobody and computes: what a process beside the pair
+costs anyway.
 
     python scripts/hostile.py --loads 400 --out scripts/results
     python scripts/hostile.py --pairs 4 --spread       with 24 cores: a quarter of the cases each
@@ -25,12 +26,13 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -48,8 +50,19 @@ from kvxfer.bench.core import (
     tail_of,
 )
 from kvxfer.bench.engines import SWITCH_INTERVAL_S
+from kvxfer.bench.workers import Worker
+from kvxfer.connector.records import SourceRef
 from tests.hostile.cases import CASES, Case, Fate, Target, address_of, repeat
-from tests.hostile.rig import Honest, Peak, honest_pair
+from tests.hostile.rig import (
+    NO_KEYS,
+    Content,
+    Giver,
+    Keys,
+    Peak,
+    honest_sink,
+    honest_source,
+    take,
+)
 
 TURNS = 4
 """Quiet and attacked loads, in turns."""
@@ -97,7 +110,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     attacked: Tail
     peak_nbytes: int
     grown_nbytes: int
-    """Memory of the pair's process beyond what it had before: at the worst moment, and after."""
+    """Memory of the source's process beyond what it had before: at the worst moment, and after."""
     counts: dict[str, int]
     rounds: int
     missed: tuple[str, ...]
@@ -209,6 +222,57 @@ def _read_rows(part: subprocess.Popen[str], add: Callable[[Row], None], lock: Lo
             add(row)
 
 
+class Taker:
+    """The honest sink, in a process of its own as engines have."""
+
+    def __init__(self, keys: Keys, life: bytes, sent: Content) -> None:
+        self._stack = ExitStack()
+        self._sink = self._stack.enter_context(honest_sink(keys, life))
+        self._sent = sent
+        _do_as_engines_do()
+
+    def take(self, ref: SourceRef) -> float:
+        """How long that load takes, in ms."""
+        begin_s = time.perf_counter()
+        take(self._sink, ref, self._sent)
+        return (time.perf_counter() - begin_s) * 1e3
+
+    def forget(self) -> None:
+        """The reports of its loads."""
+        for worker in self._sink.workers:
+            worker.get_kv_connector_stats()
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+class Pair(NamedTuple):
+    giver: Giver
+    taker: Worker
+
+    def times_ms(self, number: int) -> list[float]:
+        """Of so many loads, one after the other."""
+        return [self.taker.call(float, "take", self.giver.offer()) for _ in range(number)]
+
+
+@contextmanager
+def _pair(keys: Keys) -> Iterator[Pair]:
+    with honest_source(keys, connect_timeout_s=SOON_S) as giver:
+        taker = Worker("sink", Taker, keys, giver.sink_life, giver.sent)
+        try:
+            pair = Pair(giver, taker)
+            pair.times_ms(1)
+            yield pair
+        finally:
+            taker.close()
+
+
+def _do_as_engines_do() -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()  # as serving processes do: a full collection of what imports left takes 75 ms
+
+
 def _measure(options: argparse.Namespace) -> Iterator[Row]:
     """All cases that are asked for, one after the other, on this process's cores."""
     cases = _cases(options)
@@ -218,16 +282,15 @@ def _measure(options: argparse.Namespace) -> Iterator[Row]:
     context.set_forkserver_preload(IMPORTED)
     with ExitStack() as stack:
         pairs = {
-            has_keys: stack.enter_context(honest_pair(has_keys=has_keys, connect_timeout_s=SOON_S))
+            has_keys: stack.enter_context(_pair(Keys.made() if has_keys else NO_KEYS))
             for has_keys in {case.keys for _, case in cases}
         }
-        sys.setswitchinterval(SWITCH_INTERVAL_S)  # both engines share this interpreter
-        gc.collect()
-        gc.freeze()  # as serving processes do: a full collection of what imports left takes 75 ms
+        _do_as_engines_do()
         for number, case in cases:
             # An offer of its own: leases end, and a case may use one up
-            honest = replace(pairs[case.keys], held=pairs[case.keys].offer())
-            yield _measured(context, honest, number, case, cores, options.loads)
+            giver, taker = pairs[case.keys]
+            pair = Pair(replace(giver, held=giver.offer()), taker)
+            yield _measured(context, pair, number, case, cores, options.loads)
 
 
 def _cases(options: argparse.Namespace) -> Sequence[tuple[int, Case]]:
@@ -281,22 +344,23 @@ def _attacker(
 
 def _measured(
     context: multiprocessing.context.ForkServerContext,
-    honest: Honest,
+    pair: Pair,
     number: int,
     case: Case,
     cores: Cores,
     num_loads: int,
 ) -> Row:
-    counts = dict(honest.source.take_stats().counts)
+    source = pair.giver.source
+    counts = dict(source.take_stats().counts)
     quiet: list[float] = []
     attacked: list[float] = []
     rounds = context.RawValue(ctypes.c_uint64)
     peak = Peak()
     for turn in range(TURNS):
-        quiet += _times_ms(honest, num_loads // TURNS)
+        quiet += pair.times_ms(num_loads // TURNS)
         address, begins = address_of(case, (number * TURNS + turn) % 5000), context.Event()
         attacker = context.Process(
-            target=_attacker, args=(number, honest.target, address, cores, begins, rounds)
+            target=_attacker, args=(number, pair.giver.target, address, cores, begins, rounds)
         )
         attacker.start()
         try:
@@ -304,19 +368,18 @@ def _measured(
                 raise TimeoutError(f"{case.name}: expected its attacker to begin, it did not")
             before, end_s = rounds.value, time.monotonic() + MOST_TURN_S
             time.sleep(START_S)
-            attacked += _times_ms(honest, num_loads // TURNS)
+            attacked += pair.times_ms(num_loads // TURNS)
             while rounds.value == before and time.monotonic() < end_s:
-                attacked += _times_ms(honest, 1)
+                attacked += pair.times_ms(1)
         finally:
             attacker.kill()
             attacker.join()
         time.sleep(REST_S)
-        _times_ms(honest, REST_LOADS)
-    for worker in honest.sink.workers:  # or the reports of all loads would lie there
-        worker.get_kv_connector_stats()
+        pair.times_ms(REST_LOADS)
+    pair.taker.call(object, "forget")
     gc.collect()
     peak_nbytes, grown_nbytes = peak.grown_nbytes, peak.left_nbytes
-    after = honest.source.take_stats().counts
+    after = source.take_stats().counts
     moved = {
         name: after[name] - counts.get(name, 0)
         for name in (*case.counts, *case.one_of, *OFTEN)
@@ -334,22 +397,12 @@ def _measured(
     )
 
 
-def _times_ms(honest: Honest, number: int) -> list[float]:
-    times: list[float] = []
-    for _ in range(number):
-        ref = honest.offer()
-        begin_s = time.perf_counter()
-        honest.finish(ref)
-        times.append((time.perf_counter() - begin_s) * 1e3)
-    return times
-
-
 def _tables(report: Report) -> list[Table]:
     rows: list[Row] = report.records["rows"]
     ratios = sorted(row.ratio for row in rows)
     text = (
         "Milliseconds of a load. `zmq` over TCP; the attacker is a process of the host that begins "
-        "anew at once. Memory is that of source and sink beyond what they had. All loads succeeded "
+        "anew at once. Memory is the source's beyond what it had. All loads succeeded "
         f"with the right bytes. Ratios of p99: median {statistics.median(ratios):.2f}, most "
         f"{ratios[-1]:.2f}."
     )

@@ -5,16 +5,18 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import zmq
 
@@ -26,6 +28,7 @@ from tests.hostile.cases import Fate, Target, attack_by_number
 
 SHAPE = EngineShape()
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+Content = npt.NDArray[np.uint8]
 Attack = Callable[[int, Target, str], Future[Fate]]
 """The number of its case, whom and from which address."""
 _BLOCKS = (1, 2, 3)
@@ -33,13 +36,37 @@ _names = count()
 
 
 @dataclass(frozen=True, slots=True)
-class Honest:
-    """``held``: an open offer that nobody has asked for yet."""
+class Keys:
+    """CURVE settings of both sides, and what a thief has of them."""
+
+    source: Mapping[str, Any]
+    sink: Mapping[str, Any]
+    stolen: tuple[str, ...] = ()
+
+    @classmethod
+    def made(cls) -> Keys:
+        (gives, gives_secret), (takes, takes_secret) = (
+            [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
+        )
+        pinned = {"curve_server_keys": {"prefill": gives, "decode": takes}}
+        return cls(
+            {"curve_public_key": gives, "curve_secret_key": gives_secret, **pinned},
+            {"curve_public_key": takes, "curve_secret_key": takes_secret, **pinned},
+            (takes, takes_secret, gives),
+        )
+
+
+NO_KEYS = Keys({}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Giver:
+    """An honest source. ``held``: an open offer that nobody has asked for yet."""
 
     source: Engine
-    sink: Engine
+    sink_life: bytes
     held: SourceRef
-    keys: tuple[str, ...]
+    keys: Keys
 
     @property
     def target(self) -> Target:
@@ -49,37 +76,57 @@ class Honest:
             data=self.source.manifest.ranks[0].data_endpoints[self.source.config.transport],
             nonce=self.held.offer.nonce,
             incarnation=self.source.incarnation,
-            sink_life=self.sink.incarnation,
-            keys=self.keys,
+            sink_life=self.sink_life,
+            keys=self.keys.stolen,
         )
+
+    @property
+    def sent(self) -> Content:
+        """What its pool holds."""
+        content: Content = self.source.pools[0].tensor.numpy()
+        return content
+
+    def offer(self) -> SourceRef:
+        return offer_of(self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Honest(Giver):
+    """With its sink in the same process."""
+
+    sink: Engine
 
     def load(self) -> None:
         """One request from its offer to its report, over TCP: accepted, with the right bytes."""
         self.finish(self.offer())
 
-    def offer(self) -> SourceRef:
-        """An offer that will open."""
-        name = f"request {next(_names)}"
-        ref = self.source.offer(name, 16 * len(_BLOCKS), _BLOCKS)
-        self.source.compute(name)
-        return ref
-
     def finish(self, ref: SourceRef) -> None:
         """Load what was offered."""
-        name = f"load {next(_names)}"
-        (taken,), (given,) = self.sink.pools, self.source.pools
-        taken.tensor.fill_(POISON)
-        self.sink.load(name, ref, _BLOCKS, (0, 16 * len(_BLOCKS)))
-        until(lambda: self.sink.received(name))
-        assert self.sink.reasons(name) == {None}
-        self.sink.results[0].received.clear()  # or looking through them takes longer and longer
-        got, sent = taken.tensor.numpy(), given.tensor.numpy()
-        is_moved = got != POISON
-        # The same shape and ids: the same bytes in the same places, and as many as were asked for
-        np.testing.assert_array_equal(got[is_moved], sent[is_moved])
-        assert (
-            0.98 < is_moved.sum() / (sent.size * len(_BLOCKS) / SHAPE.num_blocks) <= 1
-        )  # or POISON
+        take(self.sink, ref, self.sent)
+
+
+def offer_of(source: Engine) -> SourceRef:
+    """An offer that will open."""
+    name = f"request {next(_names)}"
+    ref = source.offer(name, 16 * len(_BLOCKS), _BLOCKS)
+    source.compute(name)
+    return ref
+
+
+def take(sink: Engine, ref: SourceRef, sent: Content) -> None:
+    """Load what was offered of a pool that holds ``sent``: accepted, with the right bytes."""
+    name = f"load {next(_names)}"
+    (taken,) = sink.pools
+    taken.tensor.fill_(POISON)
+    sink.load(name, ref, _BLOCKS, (0, 16 * len(_BLOCKS)))
+    until(lambda: sink.received(name))
+    assert sink.reasons(name) == {None}
+    sink.results[0].received.clear()  # or looking through them takes longer and longer
+    got = taken.tensor.numpy()
+    is_moved = got != POISON
+    # The same shape and ids: the same bytes in the same places, and as many as were asked for
+    np.testing.assert_array_equal(got[is_moved], sent[is_moved])
+    assert 0.98 < is_moved.sum() / (sent.size * len(_BLOCKS) / SHAPE.num_blocks) <= 1  # or POISON
 
 
 @contextmanager
@@ -92,34 +139,38 @@ def over_tcp() -> Iterator[None]:
 
 
 @contextmanager
+def honest_source(keys: Keys, *, wire: str = "zmq", **settings: Any) -> Iterator[Giver]:
+    """``settings``: more of its own."""
+    with (
+        over_tcp(),
+        Engine(SHAPE, "prefill", fill=None, **{**_wire(wire), **settings}, **keys.source) as source,
+    ):
+        yield Giver(source, secrets.token_bytes(16), offer_of(source), keys)
+
+
+@contextmanager
+def honest_sink(keys: Keys, life: bytes, *, wire: str = "zmq") -> Iterator[Engine]:
+    """``life``: its incarnation."""
+    more = {**_wire(wire), **keys.sink}
+    with over_tcp(), Engine(SHAPE, "decode", fill=POISON, incarnation=life, **more) as sink:
+        yield sink
+
+
+@contextmanager
 def honest_pair(*, has_keys: bool = False, wire: str = "zmq", **settings: Any) -> Iterator[Honest]:
     """``settings``: of the source."""
-    keys: list[dict[str, Any]] = [{}, {}]
-    stolen: tuple[str, ...] = ()
-    if has_keys:
-        (gives, gives_secret), (takes, takes_secret) = (
-            [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
-        )
-        pinned = {"curve_server_keys": {"prefill": gives, "decode": takes}}
-        keys = [
-            {"curve_public_key": gives, "curve_secret_key": gives_secret, **pinned},
-            {"curve_public_key": takes, "curve_secret_key": takes_secret, **pinned},
-        ]
-        stolen = (takes, takes_secret, gives)
-    with ExitStack() as stack:
-        stack.enter_context(over_tcp())
-        common: dict[str, Any] = {"transport": wire}
-        if wire == "tcp":
-            common["zmq_streams"] = 2
-        source = stack.enter_context(
-            Engine(SHAPE, "prefill", fill=None, **{**common, **settings}, **keys[0])
-        )
-        sink = stack.enter_context(Engine(SHAPE, "decode", fill=POISON, **common, **keys[1]))
-        held = source.offer("held", 16 * len(_BLOCKS), _BLOCKS)
-        source.compute("held")
-        honest = Honest(source, sink, held, stolen)
+    keys = Keys.made() if has_keys else NO_KEYS
+    with (
+        honest_source(keys, wire=wire, **settings) as giver,
+        honest_sink(keys, giver.sink_life, wire=wire) as sink,
+    ):
+        honest = Honest(giver.source, giver.sink_life, giver.held, keys, sink)
         honest.load()
         yield honest
+
+
+def _wire(name: str) -> dict[str, Any]:
+    return {"transport": name} | ({"zmq_streams": 2} if name == "tcp" else {})
 
 
 @contextmanager
