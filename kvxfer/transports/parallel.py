@@ -10,6 +10,8 @@ import contextlib
 import fcntl
 import os
 import resource
+import sys
+from functools import lru_cache
 from pathlib import Path
 
 import zmq
@@ -38,11 +40,16 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "QUOTA PERIOD", or "ma
 
 def num_cores() -> int:
     """Cores that this process may use, by its affinity and its control group."""
-    cores = len(os.sched_getaffinity(0))
+    return max(1, min(len(os.sched_getaffinity(0)), _quota_cores()))
+
+
+@lru_cache(maxsize=1)
+def _quota_cores() -> int:
+    """Of the control group. Read once: a source asks whenever a sink attaches."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = _CPU_QUOTA.read_text().split()
-        cores = min(cores, int(quota) // int(period))
-    return max(1, cores)
+        return int(quota) // int(period)
+    return sys.maxsize
 
 
 def num_streams(config: Config) -> int:

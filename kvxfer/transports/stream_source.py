@@ -503,11 +503,16 @@ class StreamSource(SendingSource):
         """Disconnect the oldest sink without a transfer, first of those that never had a chunk:
         anybody can attach. It attaches anew when it has a transfer.
         """
-        idle = [each for each in self._connections.all() if each.is_idle]
-        unused = [each for each in idle if each.is_trial or not any(each.table.generations)]
-        for oldest in (unused or idle)[:1]:
+        oldest: Connection | None = None
+        for each in self._connections.all():
+            if each.is_idle:
+                oldest = oldest or each
+                if each.is_trial or not any(each.table.generations):
+                    oldest = each
+                    break  # one of the first: a look at all of 512 takes longer than an attach
+        if oldest is not None:
             self._end(oldest, "idle, and too many others; attach anew")
-        return bool(idle)
+        return oldest is not None
 
     def _make_room_of_staging(self, nbytes: int, *, is_trial: bool) -> bool:
         """The same for as much staging: of idle sinks, and of those that owe credits for so long
