@@ -45,7 +45,8 @@ _BOUNDS = """
     transports.guard.MOST_PENALTY_S transports.guard.PENALTY_S transports.nixl_pipe.KEPT_S
     transports.shm_direct.JOB_NBYTES transports.stream_source.MAX_CONNECTIONS
     transports.ucx_pipe.CLOSE_S transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S
-    transports.ucx_pipe.TURN_S transports.visitors.MOST_OF_ADDRESS transports.visitors.TURN_S
+    transports.ucx_pipe.TURN_S transports.visitors.LISTENER_TURN_S
+    transports.visitors.MOST_OF_ADDRESS transports.visitors.TURN_S
 """
 # What this machine is, or the version of a library, or has been compiled or named before
 _MACHINE = """

@@ -68,8 +68,12 @@ MOST_CANCELLED = 128
 collection of Python's garbage looks at them all.
 """
 OVERDUE_S = 0.1
-"""Timers wait for sockets no longer than this: a flood must not stop the clocks. Each reader has a
-turn of 1 ms (``visitors``) and what it began, so that a round beside it is short, too.
+"""Timers of a late thread wait for sockets no longer than this: a flood must not stop the clocks.
+Each reader has a turn (``visitors``) and what it began, so that a round beside it is short, too.
+"""
+ROUNDS_AHEAD = 4
+"""Others wait for so many rounds. A clock opens offers, and 15,000 pulls a second under a stolen
+name made a load wait for its burst to end: 5.6 ms instead of 1.4.
 """
 
 _log = logging.getLogger("kvxfer.connector")
@@ -351,11 +355,15 @@ class IoThread:
         late_s = self.now() - self._timers[0][0] if self._timers else -1.0
         if late_s < 0:
             return
-        if late_s > LATE_S:
+        if late_s <= LATE_S:
+            for _ in range(ROUNDS_AHEAD):
+                if not self._serve(0):
+                    break
+        else:
             self._serve(CATCH_UP_MS)
-        until_s = self.now() + OVERDUE_S
-        while self._serve(0) and self.now() < until_s:
-            pass
+            until_s = self.now() + OVERDUE_S
+            while self._serve(0) and self.now() < until_s:
+                pass
         self._fire()
 
     def _serve(self, timeout_ms: int) -> bool:

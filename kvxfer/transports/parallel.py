@@ -40,14 +40,14 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "QUOTA PERIOD", or "ma
 
 def num_cores() -> int:
     """Cores that this process may use, by its affinity and its control group."""
-    return max(1, min(len(os.sched_getaffinity(0)), _quota_cores()))
+    return max(1, min(len(os.sched_getaffinity(0)), _quota_cores(_CPU_QUOTA)))
 
 
 @lru_cache(maxsize=1)
-def _quota_cores() -> int:
+def _quota_cores(file: Path) -> int:
     """Of the control group. Read once: a source asks whenever a sink attaches."""
     with contextlib.suppress(OSError, ValueError):
-        quota, period = _CPU_QUOTA.read_text().split()
+        quota, period = file.read_text().split()
         return int(quota) // int(period)
     return sys.maxsize
 

@@ -40,6 +40,10 @@ TURN_S = 0.001
 """After which the other readers have their turn; a message that is being handled ends first. A load
 over a stream waits for three turns of a flooded port: with 5 ms it took 15 ms instead of 2.5.
 """
+LISTENER_TURN_S = 0.00025
+"""Of those that anybody may flood, and that bring no chunks. Beside floods of pulls a load took 2.4
+ms instead of 3.4, medians on six cores.
+"""
 MESSAGES_PER_TURN = 256
 MOST_PARTS = 8
 """Of a message, a ROUTER's identity included. Ours have three at most: who sends more than this is
@@ -210,7 +214,7 @@ class Inbox:
         """
         recv, counter = self._socket.recv, self._counter
         visitors = counter if isinstance(counter, Visitors) else None
-        until_s = time.perf_counter() + TURN_S
+        until_s = time.perf_counter() + (TURN_S if visitors is None else LISTENER_TURN_S)
         try:
             for _ in range(MESSAGES_PER_TURN):
                 if self._thrown_fd is not None:
@@ -323,7 +327,7 @@ class Visitors:
 
     def meet(self) -> bool:
         """By ``monitor``, for a turn. Returns whether those were all."""
-        until_s, is_all = time.perf_counter() + TURN_S, False
+        until_s, is_all = time.perf_counter() + LISTENER_TURN_S, False
         while not is_all:
             events = self._take_events()
             is_all = len(events) < _EVENTS_AT_A_TIME

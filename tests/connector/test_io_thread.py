@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 import zmq
 
-from kvxfer.connector.io_thread import CATCH_UP_MS, MOST_CANCELLED, IoThread, ZmqSocket
+from kvxfer.connector.io_thread import (
+    CATCH_UP_MS,
+    MOST_CANCELLED,
+    ROUNDS_AHEAD,
+    IoThread,
+    ZmqSocket,
+)
 from tests.connector.rig import until
 
 
@@ -163,6 +169,29 @@ def test_timers_fire_beside_a_flood_of_slow_messages(
     io.start()
     until(lambda: over)
     assert over[0] < 20
+    io.post(lambda: io.unwatch(near))
+    io.stop(60)
+
+
+def test_a_timer_that_is_on_time_waits_for_few_rounds_of_a_flood(
+    io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
+) -> None:
+    near, far = pair
+    num_read: list[int] = []
+    over: list[int] = []
+
+    def read() -> None:
+        far.send(b"the next one")
+        near.recv()
+        num_read.append(1)
+
+    io.now = lambda: 0.0  # however slow the machine is
+    io.watch(near, read)
+    io.after(0.0, lambda: over.append(len(num_read)))
+    far.send(b"the first one")
+    io.start()
+    until(lambda: over)
+    assert over[0] == 1 + ROUNDS_AHEAD
     io.post(lambda: io.unwatch(near))
     io.stop(60)
 

@@ -484,7 +484,7 @@ def test_no_end_is_made_for_a_sink_that_has_gone_when_its_words_are_read(
         return open_source(pipe, address, slots)
 
     monkeypatch.setattr(MemoryPipe, "open_source", open_and_tell)
-    monkeypatch.setattr(visitors, "TURN_S", 60.0)  # both words are read in one
+    monkeypatch.setattr(visitors, "LISTENER_TURN_S", 60.0)  # both words are read in one
     key, move = key_of(1), a_move()
     pair.source.submit_send(send_request(key, move))
     attach = Attach(STREAM_VERSION, 4, 4 << 20, "ucx", b"an address")

@@ -244,7 +244,7 @@ def knock(router: Socket, number: int, wait_s: float | None = None) -> int:
 def test_who_came_behind_many_others_is_not_taken_for_gone(
     router: Socket, visitors: Visitors, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visitors_module, "TURN_S", 0.0)  # a look at 32 events
+    monkeypatch.setattr(visitors_module, "LISTENER_TURN_S", 0.0)  # a look at 32 events
     knock(router, 100)  # two events each
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x"))
@@ -362,7 +362,9 @@ def test_who_was_unsure_is_known_when_he_speaks_again(
 def test_what_was_not_read_is_counted_to_the_byte(
     router: Socket, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(visitors_module, "TURN_S", 60.0)  # what is thrown away goes in one turn
+    monkeypatch.setattr(
+        visitors_module, "LISTENER_TURN_S", 60.0
+    )  # what is thrown away goes in one turn
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x"))
         assert router.poll(120_000)
