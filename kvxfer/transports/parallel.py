@@ -10,8 +10,6 @@ import contextlib
 import fcntl
 import os
 import resource
-import sys
-from functools import lru_cache
 from pathlib import Path
 
 import zmq
@@ -40,16 +38,11 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # cgroup v2: "QUOTA PERIOD", or "ma
 
 def num_cores() -> int:
     """Cores that this process may use, by its affinity and its control group."""
-    return max(1, min(len(os.sched_getaffinity(0)), _quota_cores(_CPU_QUOTA)))
-
-
-@lru_cache(maxsize=1)
-def _quota_cores(file: Path) -> int:
-    """Of the control group. Read once: a source asks whenever a sink attaches."""
+    cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
-        quota, period = file.read_text().split()
-        return int(quota) // int(period)
-    return sys.maxsize
+        quota, period = _CPU_QUOTA.read_text().split()
+        cores = min(cores, int(quota) // int(period))
+    return max(1, cores)
 
 
 def num_streams(config: Config) -> int:

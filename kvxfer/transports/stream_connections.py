@@ -188,6 +188,7 @@ class Admission:
         self._pipe = pipe
         self._config = config
         self._num_slots = config.staging_slots or MOST_SLOTS
+        self._num_streams = num_streams(config)
         self._device_type = device_type
 
     def num_streams(self, message: Attach, num_further: int) -> int:
@@ -195,7 +196,7 @@ class Admission:
         if message.is_trial or not self._pipe.has_streams:
             return 1
         room = most_further() - num_further
-        return max(1, min(message.num_streams, num_streams(self._config), 1 + room))
+        return max(1, min(message.num_streams, self._num_streams, 1 + room))
 
     def admit(self, message: Attach, num_streams: int) -> Slots:
         """Raises ProtocolError for what does not go together, field by field."""
