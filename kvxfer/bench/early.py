@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvxfer.bench.core import (
     WIRE_PACKAGES,
@@ -67,6 +68,7 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _NEW_TOKENS = 4
+_LEAST_CORES = 6
 _REST_S = 0.2
 """Between two requests: releases have arrived, and blocks are back."""
 _DATA_NBYTES = 4096
@@ -221,10 +223,54 @@ def tables(report: Report) -> list[Table]:
     return [table("first token", TEXT, COLUMNS, report.records.get("cells", []))]
 
 
+class Cores(NamedTuple):
+    """Who computes where: both engines and the link share none, as on two hosts."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    link: tuple[int, ...]
+
+    @classmethod
+    def divided(cls, cores: Iterable[int]) -> Cores:
+        """Neighbours stay together, which may be threads of one core; few are shared by all."""
+        own = tuple(sorted(cores))
+        if len(own) < _LEAST_CORES:
+            return cls(own, own, own)
+        engines, link = own[:-2], own[-2:]
+        half = len(engines) // 4 * 2
+        return cls(engines[:half], engines[half:], link)
+
+    @property
+    def text(self) -> str:
+        if self.prefill == self.decode:
+            return f"{len(self.prefill)}, shared by all"
+        return f"prefill {len(self.prefill)}, decode {len(self.decode)}, link {len(self.link)}"
+
+
+@dataclass(frozen=True, slots=True)
+class OnCores:
+    """``make``, in a process that was just started: its threads and children stay on these."""
+
+    cores: tuple[int, ...]
+    make: Callable[..., object]
+
+    def __call__(self, *arguments: object) -> object:
+        os.sched_setaffinity(0, self.cores)
+        return self.make(*arguments)
+
+
 class Pair:
     """Both engines of a case, joined by the link."""
 
-    def __init__(self, link: SlowLink, folder: Path, wire: str, head_size: int, chunk: int) -> None:
+    def __init__(
+        self,
+        link: SlowLink,
+        cores: Cores,
+        folder: Path,
+        wire: str,
+        head_size: int,
+        chunk: int,
+    ) -> None:
         self._link = link
         model = folder / f"model-{head_size}.json"
         model.write_text(json.dumps(MODEL | {"head_dim": head_size}))
@@ -244,7 +290,7 @@ class Pair:
             steps = str(folder / f"steps-{wire}-{head_size}-{role.value}")
             side = Worker(
                 f"{role.value} over {wire}",
-                link.inside(at, EngineSide),
+                link.inside(at, OnCores((cores.prefill, cores.decode)[at], EngineSide)),
                 *(config, steps),
                 environment=_ENVIRONMENT,
                 is_daemon=False,
@@ -322,6 +368,7 @@ class Contender:
     def __init__(
         self,
         link: SlowLink,
+        cores: Cores,
         folder: Path,
         wire: str,
         head_size: int,
@@ -332,7 +379,7 @@ class Contender:
         self._prompts = (prompt_of(n, options.chunks * options.chunk_tokens) for n in count(1))
         self._lives: dict[str, list[Life]] = {IN_TURN: [], TOGETHER: []}
         self._cached_ms: list[float] = []
-        self._pair = Pair(link, folder, wire, head_size, options.chunk_tokens)
+        self._pair = Pair(link, cores, folder, wire, head_size, options.chunk_tokens)
 
     def start(self) -> None:
         """Raises ContenderLost."""
@@ -445,6 +492,10 @@ def run(session: Session, options: argparse.Namespace) -> int:
             prompts=f"{options.chunks} chunks of {options.chunk_tokens} tokens",
         )
         report.facts["round trip"] = f"{round_trip_ms(link):.2f} ms"
+        cores = Cores.divided(os.sched_getaffinity(0))
+        if link.pid is not None:
+            os.sched_setaffinity(link.pid, cores.link)
+        report.facts["cores"] = cores.text
         report.records = {"cells": [], "lives": []}
         session.progress.plan(len(options.head_size))
         for head_size in options.head_size:
@@ -452,7 +503,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             with ExitStack() as opened:
                 contenders = [
                     opened.enter_context(
-                        closing(Contender(link, Path(folder), wire, head_size, options))
+                        closing(Contender(link, cores, Path(folder), wire, head_size, options))
                     )
                     for wire in options.transport
                 ]
