@@ -35,7 +35,7 @@ _BLOCKS = (1, 2, 3)
 _names = count()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Keys:
     """CURVE settings of both sides, and what a thief has of them."""
 
