@@ -339,6 +339,30 @@ def test_the_oldest_idle_sink_makes_room_and_busy_ones_stay(
     assert len(connections_of(pair)) == 2
 
 
+def test_the_first_that_never_had_a_chunk_makes_room_before_who_had_one(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_source, "MAX_CONNECTIONS", 3)
+    pair.sink.attach(pair.manifest)
+    pair.start(key_of(1), a_move())
+    assert isinstance(pair.end(key_of(1)), ReadDone)
+
+    def attach(num_connections: int) -> None:
+        clients.append(Client(pair, ATTACH))
+        pair.until(lambda: len(connections_of(pair)) == num_connections)
+
+    attach(2)
+    attach(3)
+    clients.append(Client(pair, ATTACH))
+    pair.until(lambda: pair.source.counts["sent_away"] == 1)
+    assert clients[0].socket.poll(120_000)
+    assert b"idle, and too many others" in clients[0].heard()[0][0]
+    pair.start(key_of(2), a_move())
+    assert isinstance(pair.end(key_of(2)), ReadDone)
+    assert PeerGone(pair.manifest.control_endpoint) not in pair.seen
+    assert not any(client.heard() for client in clients[1:])
+
+
 # ------------------------------------------------------------------ lost, full, forgotten
 
 
