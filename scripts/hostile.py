@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from threading import Lock
@@ -176,13 +177,10 @@ def main() -> int:
 
 
 def _cores_text(options: argparse.Namespace) -> str:
-    cores = os.sched_getaffinity(0)
-    if options.pairs == 1:
-        return divided(cores, is_shared=options.share_cores).text
-    texts = {
-        divided(part, is_shared=options.share_cores).text for part in shares(cores, options.pairs)
-    }
-    return f"{options.pairs} pairs side by side, of each: {' or '.join(sorted(texts))}"
+    parts = shares(os.sched_getaffinity(0), options.pairs)
+    texts = {divided(part, is_shared=options.share_cores).text for part in parts}
+    text = " or ".join(sorted(texts))
+    return text if options.pairs == 1 else f"{options.pairs} pairs side by side, of each: {text}"
 
 
 def shares(cores: Collection[int], number: int) -> list[list[int]]:
@@ -191,7 +189,7 @@ def shares(cores: Collection[int], number: int) -> list[list[int]]:
         raise SystemExit(f"--pairs: expected at most {len(cores)}, one for each core, got {number}")
     own = sorted(cores)
     ends = [len(own) * index // number for index in range(number + 1)]
-    return [own[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    return [own[begin:end] for begin, end in pairwise(ends)]
 
 
 def _side_by_side(number: int, add: Callable[[Row], None]) -> None:

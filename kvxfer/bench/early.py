@@ -68,7 +68,7 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _NEW_TOKENS = 4
-_LEAST_CORES = 6
+_LEAST_CORES = 6  # two for each engine, whose threads want more than one, and two for the link
 _REST_S = 0.2
 """Between two requests: releases have arrived, and blocks are back."""
 _DATA_NBYTES = 4096
@@ -259,19 +259,19 @@ class OnCores:
         return self.make(*arguments)
 
 
+class Place(NamedTuple):
+    """What all pairs of a run share."""
+
+    link: SlowLink
+    cores: Cores
+    folder: Path
+
+
 class Pair:
     """Both engines of a case, joined by the link."""
 
-    def __init__(
-        self,
-        link: SlowLink,
-        cores: Cores,
-        folder: Path,
-        wire: str,
-        head_size: int,
-        chunk: int,
-    ) -> None:
-        self._link = link
+    def __init__(self, place: Place, wire: str, head_size: int, chunk: int) -> None:
+        self._link, cores, folder = place
         model = folder / f"model-{head_size}.json"
         model.write_text(json.dumps(MODEL | {"head_dim": head_size}))
         self._sides = []
@@ -290,7 +290,7 @@ class Pair:
             steps = str(folder / f"steps-{wire}-{head_size}-{role.value}")
             side = Worker(
                 f"{role.value} over {wire}",
-                link.inside(at, OnCores((cores.prefill, cores.decode)[at], EngineSide)),
+                self._link.inside(at, OnCores((cores.prefill, cores.decode)[at], EngineSide)),
                 *(config, steps),
                 environment=_ENVIRONMENT,
                 is_daemon=False,
@@ -366,20 +366,14 @@ class Contender:
     """A wire, and what its pair has taken."""
 
     def __init__(
-        self,
-        link: SlowLink,
-        cores: Cores,
-        folder: Path,
-        wire: str,
-        head_size: int,
-        options: argparse.Namespace,
+        self, place: Place, wire: str, head_size: int, options: argparse.Namespace
     ) -> None:
         self.name = f"{wire}, heads of {head_size}"
         self._wire, self._head_size, self._chunks = wire, head_size, options.chunks
         self._prompts = (prompt_of(n, options.chunks * options.chunk_tokens) for n in count(1))
         self._lives: dict[str, list[Life]] = {IN_TURN: [], TOGETHER: []}
         self._cached_ms: list[float] = []
-        self._pair = Pair(link, cores, folder, wire, head_size, options.chunk_tokens)
+        self._pair = Pair(place, wire, head_size, options.chunk_tokens)
 
     def start(self) -> None:
         """Raises ContenderLost."""
@@ -496,15 +490,14 @@ def run(session: Session, options: argparse.Namespace) -> int:
         if link.pid is not None:
             os.sched_setaffinity(link.pid, cores.link)
         report.facts["cores"] = cores.text
+        place = Place(link, cores, Path(folder))
         report.records = {"cells": [], "lives": []}
         session.progress.plan(len(options.head_size))
         for head_size in options.head_size:
             report.begin(f"heads of {head_size}", SHOWN)
             with ExitStack() as opened:
                 contenders = [
-                    opened.enter_context(
-                        closing(Contender(link, cores, Path(folder), wire, head_size, options))
-                    )
+                    opened.enter_context(closing(Contender(place, wire, head_size, options)))
                     for wire in options.transport
                 ]
                 for contender in measure(contenders, options.rounds, report.lost):

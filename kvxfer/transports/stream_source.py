@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 import zmq
@@ -503,16 +504,18 @@ class StreamSource(SendingSource):
         """Disconnect the oldest sink without a transfer, first of those that never had a chunk:
         anybody can attach. It attaches anew when it has a transfer.
         """
-        oldest: Connection | None = None
-        for each in self._connections.all():
-            if each.is_idle:
-                oldest = oldest or each
-                if each.is_trial or not any(each.table.generations):
-                    oldest = each
-                    break  # one of the first: a look at all of 512 takes longer than an attach
-        if oldest is not None:
-            self._end(oldest, "idle, and too many others; attach anew")
-        return oldest is not None
+        # One by one, and the first will often do: a look at all of 512 takes longer than an attach
+        idle = (each for each in self._connections.all() if each.is_idle)
+        oldest = next(idle, None)
+        if oldest is None:
+            return False
+        unused = (
+            each
+            for each in chain((oldest,), idle)
+            if each.is_trial or not any(each.table.generations)
+        )
+        self._end(next(unused, oldest), "idle, and too many others; attach anew")
+        return True
 
     def _make_room_of_staging(self, nbytes: int, *, is_trial: bool) -> bool:
         """The same for as much staging: of idle sinks, and of those that owe credits for so long

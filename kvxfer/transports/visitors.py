@@ -553,13 +553,10 @@ class Visitors:
         """End the connection (of this address) that came first of those that never said a word,
         else the one that has been silent longest.
         """
-        silent = -1
-        for fd, each in self._visitors.items():
-            if address in (None, each.address):
-                if each.name is None:
-                    silent = fd
-                    break
-                silent = fd if silent < 0 else silent
+        fds = (fd for fd, each in self._visitors.items() if address in (None, each.address))
+        first = next(fds)
+        unnamed = (fd for fd in itertools.chain((first,), fds) if self._visitors[fd].name is None)
+        silent = next(unnamed, first)
         most = f"{self._most} may be connected, half and at most {MOST_OF_ADDRESS} of an address"
         self._shut(silent, f"it was silent, and {most}")
         self._leave(silent)

@@ -149,10 +149,10 @@ def test_sockets_are_read_before_timers_fire(
     io.stop(60)
 
 
-def test_timers_fire_beside_a_flood_of_slow_messages(
-    io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
-) -> None:
-    """By time and not by number: each of these takes as long as a turn may."""
+def reads_before_a_timer(
+    io: IoThread, pair: tuple[ZmqSocket, ZmqSocket], delay_s: float, each_s: float = 0.0
+) -> int:
+    """How many messages of a flood are read, each in so long, until a timer has fired."""
     near, far = pair
     num_read: list[int] = []
     over: list[int] = []
@@ -161,39 +161,30 @@ def test_timers_fire_beside_a_flood_of_slow_messages(
         far.send(b"the next one")
         near.recv()
         num_read.append(1)
-        time.sleep(0.05)
+        time.sleep(each_s)
 
     io.watch(near, read)
-    io.after(0.01, lambda: over.append(len(num_read)))
+    io.after(delay_s, lambda: over.append(len(num_read)))
     far.send(b"the first one")
     io.start()
     until(lambda: over)
-    assert over[0] < 20
     io.post(lambda: io.unwatch(near))
     io.stop(60)
+    return over[0]
+
+
+def test_timers_fire_beside_a_flood_of_slow_messages(
+    io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
+) -> None:
+    """By time and not by number: each of these takes as long as a turn may."""
+    assert reads_before_a_timer(io, pair, 0.01, each_s=0.05) < 20
 
 
 def test_a_timer_that_is_on_time_waits_for_few_rounds_of_a_flood(
     io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
 ) -> None:
-    near, far = pair
-    num_read: list[int] = []
-    over: list[int] = []
-
-    def read() -> None:
-        far.send(b"the next one")
-        near.recv()
-        num_read.append(1)
-
     io.now = lambda: 0.0  # however slow the machine is
-    io.watch(near, read)
-    io.after(0.0, lambda: over.append(len(num_read)))
-    far.send(b"the first one")
-    io.start()
-    until(lambda: over)
-    assert over[0] == 1 + ROUNDS_AHEAD
-    io.post(lambda: io.unwatch(near))
-    io.stop(60)
+    assert reads_before_a_timer(io, pair, 0.0) == 1 + ROUNDS_AHEAD
 
 
 def test_a_late_thread_gives_messages_time_to_arrive(

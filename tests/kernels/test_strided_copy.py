@@ -472,7 +472,7 @@ def test_the_compiler_sees_accesses_of_16_bytes(how: str, order: str) -> None:
 
 @pytest.mark.parametrize("how", ["run", "token run"])
 def test_the_compiler_sees_that_two_words_are_one_load(how: str) -> None:
-    """4 pairs x 512 lanes are 8 runs a thread. Triton 3.7 lets words change threads before they are
+    """4 pairs x 512 lanes are 8 runs a thread. Triton 3.9 lets words change threads before they are
     stored, through shared memory; 3.6 does not.
     """
     order, _, _ = printed_without_interpreter(PTX, how).split()

@@ -362,9 +362,8 @@ def test_who_was_unsure_is_known_when_he_speaks_again(
 def test_what_was_not_read_is_counted_to_the_byte(
     router: Socket, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        visitors_module, "LISTENER_TURN_S", 60.0
-    )  # what is thrown away goes in one turn
+    # What is thrown away goes in one turn
+    monkeypatch.setattr(visitors_module, "LISTENER_TURN_S", 60.0)
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x"))
         assert router.poll(120_000)

@@ -260,14 +260,14 @@ class GpuEngine(Engine):
         return Process.spawn(serve, arguments, self.config.environment(self.port))
 
 
-def skip_if_refused(both: dict[str, Any], *sides: dict[str, Any]) -> None:
-    """Scales of tokens lie in the cells as kvxfer knows them from vLLM 0.32 on, which has no mode
-    with a state at the end of each block any more.
+def skip_if_refused(*arguments: dict[str, Any]) -> None:
+    """``arguments``: of engines. Scales of tokens lie in the cells as kvxfer knows them from vLLM
+    0.32 on, which has no mode with a state at the end of each block any more.
     """
     is_older = Version(version("vllm")) < Version("0.32")
-    if both.get("kv_cache_dtype") == "fp8_per_token_head" and is_older:
+    if is_older and any(each.get("kv_cache_dtype") == "fp8_per_token_head" for each in arguments):
         pytest.skip("kvxfer refuses the cells of this vLLM by name")
-    if any(side.get("mamba_cache_mode") == "all" for side in sides) and not is_older:
+    if not is_older and any(each.get("mamba_cache_mode") == "all" for each in arguments):
         pytest.skip("this vLLM has no mamba_cache_mode 'all'")
 
 
