@@ -197,7 +197,7 @@ def read_pull(
         if asked.stream is None:
             return asked
         sides = _check_classes(pull.classes, resolver, num_tokens, is_verified=False)
-        if not check_chunks(pull.classes, pull.chunk_nbytes):
+        if not check_chunks(pull.classes, pull.chunk_nbytes, pull.cut_tokens):
             raise PullRefused(Reason.PLAN, "classes: expected something to send, got nothing")
     except ProtocolError as e:
         raise PullRefused(Reason.PLAN, f"{where}{e}") from e

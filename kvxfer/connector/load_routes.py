@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
@@ -65,7 +65,8 @@ class Addressing:
 class Way:
     """What all loads from one source rank of a peer have in common. ``choice`` None: a null route,
     nothing is read. ``is_quick``: a read begins within microseconds. ``verify_every``: as
-    :class:`Addressing` has it; 0 where the source cannot.
+    :class:`Addressing` has it; 0 where the source cannot. ``can_cut``: at fewer tokens than
+    CHUNK_TOKENS.
     """
 
     route: Route
@@ -77,6 +78,7 @@ class Way:
     is_stream: bool
     is_quick: bool
     verify_every: int = 0
+    can_cut: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +130,7 @@ def _way(peer: Peer, route: Route, addressing: Addressing) -> Way:
         is_stream=isinstance(wire, ReceivingSink),
         is_quick=wire is None or (isinstance(wire, DirectSink) and wire.is_quick),
         verify_every=addressing.verify_every if peer.can_verify else 0,
+        can_cut=peer.can_cut,
     )
 
 
@@ -162,6 +165,7 @@ def _make_run(
     if choice is not None:
         for copied, asked in zip(route.classes, wanted, strict=True):
             check_table(copied.sink, sink_ids, asked.token_lo, asked.token_hi)
+        size = _chunk_size(order, way, choice, nbytes, wanted)
         request = ReadRequest(
             key=key,
             source=way.source,
@@ -169,8 +173,9 @@ def _make_run(
             pull_classes=wanted,
             source_ids=(),
             sink_ids=sink_ids,
-            chunk_nbytes=_chunk_nbytes(order, choice, nbytes, wanted),
+            chunk_nbytes=size.nbytes,
             after=after,
+            part_tokens=size.part_tokens,
         )
     pull = Pull(
         offer=order.source.offer,
@@ -183,31 +188,56 @@ def _make_run(
         chunk_nbytes=request.chunk_nbytes if request is not None else 0,
         verify=_verify(order, way, wanted) if choice is not None else UNSET,
         grows=order.grows or UNSET,
+        part_tokens=_said(request),
     )
     wire = addressing.transports.get(pull.transport)
     return RouteRun(pull, key, request, wire, incomplete, is_growing=order.grows)
 
 
-def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int, wanted: Sequence[PullClass]) -> int:
-    """Small for an offer that grows: a chunk leaves when its last token is open. But over a fast
-    wire the whole prompt is sent in the time that many small chunks take.
+class ChunkSize(NamedTuple):
+    """Chunks have at most ``nbytes``; ``part_tokens``: as :func:`chunk_list` has it."""
+
+    nbytes: int
+    part_tokens: int = CHUNK_TOKENS
+
+
+def _chunk_size(
+    order: NewLoad, way: Way, choice: Choice, nbytes: int, wanted: Sequence[PullClass]
+) -> ChunkSize:
+    """Of few tokens for an offer that grows: a chunk leaves when its last token is open. But over a
+    fast wire the whole prompt is sent in the time that many small chunks take.
     """
     best_nbytes = choice.chunk_nbytes(nbytes)
-    if not order.grows:
-        return best_nbytes
+    if not order.grows or not way.is_stream:
+        return ChunkSize(best_nbytes)
+    cut_tokens = min(max(map(_part_tokens, wanted)), CHUNK_TOKENS) if way.can_cut else CHUNK_TOKENS
     least_nbytes = max(
         LEAST_GROWING_NBYTES, block_chunk_nbytes(wanted), choice.least_growing_nbytes
     )
-    return min(best_nbytes, max(least_nbytes, *map(_part_nbytes, wanted)))
+    parts_nbytes = (_part_nbytes(asked, cut_tokens) for asked in wanted)
+    return ChunkSize(min(best_nbytes, max(least_nbytes, *parts_nbytes)), cut_tokens)
 
 
-def _part_nbytes(wanted: PullClass) -> int:
+def _part_nbytes(wanted: PullClass, cut_tokens: int) -> int:
     """The largest chunk that has no more than a part of the tokens of a growing offer. A chunk of
-    one region has as many tokens as fit, but no more than CHUNK_TOKENS; then it has more regions.
+    one region has as many tokens as fit, but no more than ``cut_tokens``; then it has more regions.
     """
-    part_tokens = -(-(wanted.token_hi - wanted.token_lo) // GROWING_PARTS)
-    num_regions = len(wanted.regions) if part_tokens >= CHUNK_TOKENS else 1
+    part_tokens = _part_tokens(wanted)
+    num_regions = len(wanted.regions) if part_tokens >= cut_tokens else 1
     return token_nbytes(wanted) * part_tokens * num_regions
+
+
+def _part_tokens(wanted: PullClass) -> int:
+    """Whole kernel blocks of the sink."""
+    part_tokens = -(-(wanted.token_hi - wanted.token_lo) // GROWING_PARTS)
+    return -(-part_tokens // wanted.order.kernel_tokens) * wanted.order.kernel_tokens
+
+
+def _said(request: ReadRequest | None) -> int | UnsetType:
+    """Where the source is to cut, unless it does so unasked."""
+    if request is None or request.part_tokens == CHUNK_TOKENS:
+        return UNSET
+    return request.part_tokens
 
 
 def _verify(order: NewLoad, way: Way, wanted: Sequence[PullClass]) -> Verify | UnsetType:

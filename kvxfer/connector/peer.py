@@ -38,6 +38,7 @@ from kvxfer.transfer.plan import Plan, Route
 from kvxfer.transfer.pull import block_chunk_nbytes, pull_class, route_nbytes
 from kvxfer.transfer.wire import (
     BIND_TOKENS,
+    PARTS,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
     VERIFY,
@@ -163,7 +164,15 @@ class Peer:
     @property
     def can_verify(self) -> bool:
         """It makes digests of the KV that it gives; engines of versions before that do not."""
-        return self.manifest is not None and VERIFY in self.manifest.capabilities
+        return self._can(VERIFY)
+
+    @property
+    def can_cut(self) -> bool:
+        """It cuts streams where this side says; engines of versions before that do not."""
+        return self._can(PARTS)
+
+    def _can(self, capability: str) -> bool:
+        return self.manifest is not None and capability in self.manifest.capabilities
 
     @property
     def protocol(self) -> int:

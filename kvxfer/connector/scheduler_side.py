@@ -44,8 +44,8 @@ from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, Ran
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import (
     BIND_TOKENS,
+    CAPABILITIES,
     PROTOCOL_MAX,
-    VERIFY,
     OfferRef,
     Reason,
     first_protocol,
@@ -129,7 +129,7 @@ class SchedulerConnector:
         self._manifest = EngineManifest(
             **msgspec.structs.asdict(engine),
             protocol=(first_protocol(regions), PROTOCOL_MAX),
-            capabilities=(*((BIND_TOKENS,) if self._config.bind_tokens else ()), VERIFY),
+            capabilities=(*((BIND_TOKENS,) if self._config.bind_tokens else ()), *CAPABILITIES),
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )
         self._manifest_is_new = True

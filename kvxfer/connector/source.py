@@ -595,6 +595,7 @@ class Source:
                 block_ids=block_ids,
                 chunk_nbytes=pull.chunk_nbytes,
                 open_tokens=open_tokens,
+                part_tokens=pull.cut_tokens,
             )
             self._streams[key] = _Stream(offer, consumer, transport)
             transport.submit_send(request)

@@ -34,7 +34,7 @@ from kvxfer.tensors.regions import kv_regions
 from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, MemoryInfo, RankId, RankManifest
-from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY
+from kvxfer.transfer.wire import BIND_TOKENS, CAPABILITIES, PROTOCOL_MAX, PROTOCOL_MIN
 
 EQUAL = "taken for equal"
 """Of what no geometry says."""
@@ -272,7 +272,7 @@ def make_manifest(option: str, geometry: Geometry, num_tokens: int) -> EngineMan
         engine_id=name,
         incarnation=name.encode().ljust(16, b"-")[:16],
         protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
-        capabilities=(BIND_TOKENS, VERIFY),
+        capabilities=(BIND_TOKENS, *CAPABILITIES),
         facts=CacheFacts(
             model=geometry.model,
             weights=geometry.weights,

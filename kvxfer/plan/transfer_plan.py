@@ -293,7 +293,7 @@ def _cut(way: Way, request: ReadRequest | None) -> Cut:
         terms_s = way.choice.costs.terms_s(route_nbytes(pulls), chunk_nbytes)
         pairs = list(zip(request.classes, pulls, strict=True))
         if staging is not None:
-            num_pieces = num_chunks(pulls, chunk_nbytes)
+            num_pieces = num_chunks(pulls, chunk_nbytes, request.part_tokens)
         elif way.choice.transport == "shm":
             num_pieces = sum(len(list(job_spans(*pair))) for pair in pairs)
         else:

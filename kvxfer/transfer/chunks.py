@@ -20,7 +20,9 @@ _MAX_CHUNKS = 1 << 16
 """64 GiB in chunks of 1 MiB. The list of so many takes 0.1 s and 11 MB."""
 
 
-def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
+def check_chunks(
+    classes: Sequence[PullClass], chunk_nbytes: int, part_tokens: int = CHUNK_TOKENS
+) -> int:
     """How many chunks a peer asks for, before any is made; 0 if there is nothing to send. The
     classes are those that :class:`~kvxfer.transfer.pull.PullResolver` has taken.
 
@@ -32,15 +34,17 @@ def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
             f"chunk_nbytes: expected {_MIN_CHUNK_NBYTES} to {MAX_CHUNK_NBYTES} of a peer, "
             f"got {chunk_nbytes}"
         )
-    return num_chunks(classes, chunk_nbytes)
+    return num_chunks(classes, chunk_nbytes, part_tokens)
 
 
-def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
+def num_chunks(
+    classes: Sequence[PullClass], chunk_nbytes: int, part_tokens: int = CHUNK_TOKENS
+) -> int:
     """By arithmetic alone: O(classes). Raises ProtocolError for too many."""
     total = 0
     for class_index, wanted in enumerate(classes):
         lo, hi, one_nbytes = wanted.token_lo, wanted.token_hi, token_nbytes(wanted)
-        step = _step_tokens(wanted, one_nbytes, chunk_nbytes)
+        step = _step_tokens(wanted, one_nbytes, chunk_nbytes, part_tokens)
         # Between the part up to the first cut and that behind the last, all pieces are equal
         first = min(step - lo % step, hi - lo)
         num_equal, last = divmod(hi - lo - first, step)
@@ -53,12 +57,14 @@ def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
     return total
 
 
-def chunk_list(classes: Sequence[PullClass], chunk_nbytes: int) -> tuple[Chunk, ...]:
+def chunk_list(
+    classes: Sequence[PullClass], chunk_nbytes: int, part_tokens: int = CHUNK_TOKENS
+) -> tuple[Chunk, ...]:
     """The chunks of a route in the order of their sequence numbers; the same on both sides.
 
     A chunk takes at most ``chunk_nbytes``, but at least one of the sink's kernel blocks, and is cut
-    at multiples of it: of all regions as many tokens as fit, or, where these are fewer than 512, of
-    512 tokens as many regions as fit.
+    at multiples of it: of all regions as many tokens as fit, or, where these are fewer than
+    ``part_tokens``, of so many tokens as many regions as fit.
 
     Raises ProtocolError for sizes out of bounds.
     """
@@ -67,7 +73,7 @@ def chunk_list(classes: Sequence[PullClass], chunk_nbytes: int) -> tuple[Chunk, 
     chunks: list[Chunk] = []
     for class_index, wanted in enumerate(classes):
         num_regions, one_nbytes = len(wanted.regions), token_nbytes(wanted)
-        step = _step_tokens(wanted, one_nbytes, chunk_nbytes)
+        step = _step_tokens(wanted, one_nbytes, chunk_nbytes, part_tokens)
         token_hi = wanted.token_lo
         while token_hi < wanted.token_hi:
             token_lo, token_hi = token_hi, min((token_hi // step + 1) * step, wanted.token_hi)
@@ -100,9 +106,9 @@ def _too_many(class_index: int, num: int, chunk_nbytes: int) -> ProtocolError:
     )
 
 
-def _step_tokens(wanted: PullClass, one_nbytes: int, chunk_nbytes: int) -> int:
+def _step_tokens(wanted: PullClass, one_nbytes: int, chunk_nbytes: int, part_tokens: int) -> int:
     """Tokens from one cut to the next: whole kernel blocks of the sink, as many as fit."""
     kernel_tokens = wanted.order.kernel_tokens
     of_all_regions = chunk_nbytes // (one_nbytes * max(1, len(wanted.regions)))
-    fit_tokens = min(max(of_all_regions, CHUNK_TOKENS), chunk_nbytes // one_nbytes)
+    fit_tokens = min(max(of_all_regions, part_tokens), chunk_nbytes // one_nbytes)
     return max(fit_tokens // kernel_tokens, 1) * kernel_tokens

@@ -19,6 +19,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer.chunks import CHUNK_TOKENS
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import MAX_RANKS, EngineManifest, RankId
 from kvxfer.transfer.plan import PullClass
@@ -40,6 +41,10 @@ BIND_TOKENS: Final = "bind_tokens"
 """The capability of an engine that compares digests of the token ids before it gives any KV."""
 VERIFY: Final = "verify"
 """The capability of an engine that makes digests of the KV that it gives, for sinks that ask."""
+PARTS: Final = "parts"
+"""The capability of an engine that cuts streams as ``part_tokens`` of a Pull says."""
+CAPABILITIES: Final = (VERIFY, PARTS)
+"""Of every engine of this version; ``bind_tokens`` is a setting."""
 
 # Incarnations and nonces are 16 random bytes. Up to 64 are taken, so that a later version can grow.
 Id = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
@@ -53,6 +58,7 @@ to a few, one for each geometry and group; some took 3 ms each to be checked.
 """
 Classes = Annotated[tuple[PullClass, ...], msgspec.Meta(max_length=MAX_CLASSES)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
+PartTokens = Annotated[int, msgspec.Meta(ge=1, le=CHUNK_TOKENS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
 
@@ -144,6 +150,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     ``claim``: every sink rank that will ask this source rank; the offer is done when all have
     released. ``digest``: over the offered tokens as the sink knows them. ``classes``: empty on
     direct wires and null routes. A repeated Pull is the same message and gets the same answer.
+    ``part_tokens``: chunks are cut at so many tokens; unset: at CHUNK_TOKENS.
     ``verify``: the Verdict is to bring digests of the source's bytes; it is waited for on stream
     wires, too. ``grows`` (version 2): read what is open while the rest is computed; a nonce that is
     not known yet is waited for.
@@ -159,6 +166,12 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     chunk_nbytes: Size = 0
     verify: Verify | msgspec.UnsetType = msgspec.UNSET
     grows: bool | msgspec.UnsetType = msgspec.UNSET
+    part_tokens: PartTokens | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def cut_tokens(self) -> int:
+        given = self.part_tokens
+        return CHUNK_TOKENS if isinstance(given, msgspec.UnsetType) else given
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):

@@ -27,6 +27,7 @@ import zmq
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.cuda_driver import StreamEvent
+from kvxfer.transfer.chunks import CHUNK_TOKENS
 from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Side
@@ -108,6 +109,7 @@ class SendRequest:
     block_ids: tuple[tuple[int, ...], ...]
     chunk_nbytes: int
     open_tokens: int = ALL
+    part_tokens: int = CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ class ReadRequest(msgspec.Struct, frozen=True):
     sink_ids: tuple[tuple[int, ...], ...]
     chunk_nbytes: int
     after: StreamEvent | None = None
+    part_tokens: int = CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ class StreamSink(ReceivingSink):
                 ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached")
             )
             return
-        chunks = chunk_list(request.pull_classes, request.chunk_nbytes)
+        chunks = chunk_list(request.pull_classes, request.chunk_nbytes, request.part_tokens)
         if not chunks:
             self._completions.tell(ReadDone(key, 0, certified=True))
             return

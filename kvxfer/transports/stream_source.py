@@ -181,7 +181,7 @@ class StreamSource(SendingSource):
             )
         if request.key in self._transfers:
             raise ValueError(f"send: expected a key that is not in use, got {request.key} twice")
-        chunks = chunk_list(request.classes, request.chunk_nbytes)
+        chunks = chunk_list(request.classes, request.chunk_nbytes, request.part_tokens)
         if not chunks:
             self._completions.tell(Sent(request.key, 0))
             return

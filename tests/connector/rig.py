@@ -42,7 +42,7 @@ from kvxfer.tensors.shared_memory import PlainPool, SharedPool, make_pool
 from kvxfer.testing.faults import injected
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.windows import group_keepings, held_ids
-from kvxfer.transfer.wire import BIND_TOKENS, VERIFY, OfferRef, Reason
+from kvxfer.transfer.wire import BIND_TOKENS, CAPABILITIES, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory, SinkTransport
 from kvxfer.transports.visitors import LOOK_S
 from tests.builders import EngineShape, build_manifest, identity_of
@@ -158,7 +158,7 @@ class Engine:
         self.manifest: EngineManifest = msgspec.structs.replace(
             base,
             incarnation=self.incarnation,
-            capabilities=(*((BIND_TOKENS,) if self.config.bind_tokens else ()), VERIFY),
+            capabilities=(*((BIND_TOKENS,) if self.config.bind_tokens else ()), *CAPABILITIES),
             facts=self.facts,
             ranks=tuple(worker.get_handshake_metadata() for worker in self.workers),
         )

@@ -759,7 +759,7 @@ def test_the_manifest_says_whether_tokens_are_bound(bind_tokens: bool) -> None:
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_manifest()})
     manifest = made.build_connector_meta(step()).manifest
     assert manifest is not None
-    assert manifest.capabilities == (("bind_tokens", "verify") if bind_tokens else ("verify",))
+    assert manifest.capabilities == (("bind_tokens",) if bind_tokens else ()) + ("verify", "parts")
 
 
 # ---------------------------------------------------------------- what the log says

@@ -108,6 +108,7 @@ def peer_of(plan: Plan, source: EngineManifest, rank: RankId, wire: str) -> Peer
             routes=plan.of_sink(rank),
             entries={entry.rank: entry for entry in source.ranks},
             can_verify=False,
+            can_cut=False,
             choices={
                 entry.rank: Bag(
                     transport=wire,
@@ -291,16 +292,19 @@ def test_opaque_blocks_are_read_when_they_are_full_or_at_the_end() -> None:
     assert spans == [None, (16, 32), None, (32, 64), (64, 80)]
 
 
-def test_what_grows_is_sent_in_small_chunks() -> None:
+@pytest.mark.parametrize("can_cut", [False, True])
+def test_what_grows_is_sent_in_chunks_of_few_tokens(can_cut: bool) -> None:
     shape, rank = EngineShape(num_blocks=400, inner_nbytes=1 << 14), RankId(0, 0)
     engine = build_manifest(shape, "p")
     plan = make_plan(engine, build_manifest(shape, "d"))
     addressing = Addressing(Consumer(b"k" * 16, rank), SINKS, can_leave_unhashed=True)
     peer = cast("Any", peer_of(plan, engine, rank, "zmq"))
     peer.choices[rank].chunk_nbytes = lambda nbytes: 64 << 20
+    peer.can_cut = can_cut
     ways = ways_of(peer, addressing)
     sizes: list[int] = []
-    spans: list[int] = []
+    spans: list[tuple[int, int]] = []
+    parts: list[int | msgspec.UnsetType] = []
     asked = ((3000, False, 0), (3000, True, 0), (100, True, 0), (6000, True, 0))
     for num_tokens, grows, least in (*asked, (3000, True, 40 << 20), (3000, True, 80 << 20)):
         peer.choices[rank].least_growing_nbytes = least
@@ -320,14 +324,21 @@ def test_what_grows_is_sent_in_small_chunks() -> None:
         (run,) = make_routes(order, ways, addressing).values()
         assert run.pull.grows is (True if grows else msgspec.UNSET)
         sizes.append(run.pull.chunk_nbytes)
-        chunks = chunk_list(run.pull.classes, run.pull.chunk_nbytes)
-        spans.append(max(chunk.token_hi - chunk.token_lo for chunk in chunks))
-    # 32 KiB a token of one region: an eighth of 3,000 tokens; that of 100 is less than a block. An
-    # eighth of 6,000 is more than a chunk of one region has: chunks are as large as for all.
-    # Over a fast wire they are larger than an eighth, but never larger than for all
-    small = [3000 // 8 * (1 << 15), 16 * (1 << 15)]
-    assert sizes == [64 << 20, *small, 64 << 20, 40 << 20, 64 << 20]
-    assert spans == [512, 368, 16, 512, 512, 512]
+        parts.append(run.pull.part_tokens)
+        chunks = chunk_list(run.pull.classes, run.pull.chunk_nbytes, run.pull.cut_tokens)
+        spans.append((max(c.token_hi - c.token_lo for c in chunks), chunks[0].region_hi))
+    # 32 KiB a token of one region, of which there are four. An eighth of 3,000 tokens is less than
+    # the 512 at which a source of an earlier version cuts: of one region then. That of 100 is less
+    # than a block, that of 6,000 more than 512: chunks are as large as for all. Over a fast wire
+    # they are larger than an eighth, but never larger than for all
+    if can_cut:
+        assert parts == [msgspec.UNSET, 384, 16, msgspec.UNSET, 384, 384]
+        assert sizes == [64 << 20, 384 << 17, 16 << 17, 64 << 20, 384 << 17, 64 << 20]
+        assert spans == [(512, 4), (384, 4), (16, 4), (512, 4), (384, 4), (512, 4)]
+        return
+    assert set(parts) == {msgspec.UNSET}
+    assert sizes == [64 << 20, 384 << 15, 16 << 15, 64 << 20, 40 << 20, 64 << 20]
+    assert spans == [(512, 4), (384, 1), (16, 1), (512, 4), (512, 2), (512, 4)]
 
 
 def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer import chunks as chunk_lists
 from kvxfer.transfer.chunks import check_chunks, chunk_list, num_chunks
 from kvxfer.transfer.layout import Interior, check_region
 from kvxfer.transfer.manifest import RankId, RankManifest
@@ -429,7 +427,7 @@ def test_a_peer_asks_for_4_kib_or_more() -> None:
     kernel_tokens=st.integers(1, 20),
     token_major=st.booleans(),
     chunk_nbytes=st.integers(1, 3000),
-    most_tokens=st.sampled_from((1, 7, 512)),
+    part_tokens=st.sampled_from((1, 7, 512)),
 )
 def test_every_slice_travels_once(
     token_lo: int,
@@ -437,7 +435,7 @@ def test_every_slice_travels_once(
     kernel_tokens: int,
     token_major: bool,
     chunk_nbytes: int,
-    most_tokens: int,
+    part_tokens: int,
 ) -> None:
     asked = wanted(
         token_lo=token_lo,
@@ -445,14 +443,15 @@ def test_every_slice_travels_once(
         order=DenseOrder(kernel_tokens, token_major),
     )
     slices = []
-    with patch.object(chunk_lists, "CHUNK_TOKENS", most_tokens):
-        chunks = chunk_list((asked,), chunk_nbytes)
-        assert num_chunks((asked, asked), chunk_nbytes) == 2 * len(chunks)
+    chunks = chunk_list((asked,), chunk_nbytes, part_tokens)
+    assert num_chunks((asked, asked), chunk_nbytes, part_tokens) == 2 * len(chunks)
     for chunk in chunks:
         order = dense_order(asked, chunk)
         assert chunk.nbytes == len(order) * 8 > 0
         assert chunk.nbytes <= max(chunk_nbytes, kernel_tokens * 16)
         assert chunk.token_hi == asked.token_hi or chunk.token_hi % kernel_tokens == 0
+        is_short = chunk.token_hi - chunk.token_lo <= max(part_tokens, kernel_tokens)
+        assert is_short or (chunk.region_lo, chunk.region_hi) == (0, 4)
         slices += order
     assert sorted(slices) == [
         (region, token, head, -1)
