@@ -132,12 +132,14 @@ def token_ids(answers: Sequence[Finished]) -> list[list[int]]:
 
 
 def gaps(got: Sequence[Finished], alone: Sequence[Finished]) -> list[float]:
-    """Of each prompt, where its tokens first are not one engine's: how much less likely the token
-    is to that engine than its own.
+    """The gap of each prompt."""
+    return [gap(*both) for both in zip(token_ids(got), alone, strict=True)]
+
+
+def gap(tokens: list[int], own: Finished) -> float:
+    """Where tokens first are not one engine's: how much less likely the token is to that engine
+    than its own.
     """
-    found = []
-    for answer, own in zip(got, alone, strict=True):
-        assert len(answer.token_ids) == len(own.token_ids)
-        likely = [{int(token): each for token, each in step.items()} for step in own.logprobs]
-        found.append(less_likely(answer.token_ids, own.token_ids, likely))
-    return found
+    assert len(tokens) == len(own.token_ids)
+    likely = [{int(token): each for token, each in step.items()} for step in own.logprobs]
+    return less_likely(tokens, own.token_ids, likely)
