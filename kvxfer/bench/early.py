@@ -28,6 +28,8 @@ from itertools import accumulate, count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from kvxfer.bench.core import (
     WIRE_PACKAGES,
     ContenderLost,
@@ -68,6 +70,7 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _NEW_TOKENS = 4
+_MOST_THREADS = 4
 _LEAST_CORES = 6  # two for each engine, whose threads want more than one, and two for the link
 _REST_S = 0.2
 """Between two requests: releases have arrived, and blocks are back."""
@@ -77,7 +80,7 @@ _START_S = 120.0
 _KEPT_NBYTES = str(1 << 30)
 _ENVIRONMENT = {
     "UCX_TLS": "tcp",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",  # the engine says how many threads compute
     # glibc gives a step's scores back to the kernel and takes them anew, unless somebody has taught
     # it otherwise, as the zmq pipe does (zmq_pipe): prefill beside tcp took up to 30 % longer
     "MALLOC_MMAP_THRESHOLD_": _KEPT_NBYTES,
@@ -85,11 +88,14 @@ _ENVIRONMENT = {
 }
 
 
-def note_steps(path: str) -> None:
-    """Have a rank write when each of its steps began and ended, and of how many tokens."""
+def set_up_rank(path: str, num_threads: int) -> None:
+    """Have a rank compute with so many threads, and write when each of its steps began and ended,
+    and of how many tokens.
+    """
     execute = Runner.execute
 
     def noted(self: Runner, step: SchedulerOutput) -> StepOutput:
+        torch.set_num_threads(num_threads)  # the engine has set 1 meanwhile
         begin_s = time.monotonic()
         output = execute(self, step)
         num_tokens = sum(step.num_scheduled_tokens.values())
@@ -117,10 +123,10 @@ class Asked:
 class EngineSide:
     """An engine and its client, in this process's namespace."""
 
-    def __init__(self, config: EngineConfig, steps: str) -> None:
+    def __init__(self, config: EngineConfig, steps: str, num_threads: int) -> None:
         self._steps = Path(steps)
-        host = config.kv.host
-        self._engine = Engine(config, host=host, set_up=partial(note_steps, steps))
+        set_up = partial(set_up_rank, steps, num_threads)
+        self._engine = Engine(config, host=config.kv.host, set_up=set_up)
         self._engine.info()
 
     def ask(
@@ -241,10 +247,20 @@ class Cores(NamedTuple):
         return cls(engines[:half], engines[half:], link)
 
     @property
+    def num_threads(self) -> int:
+        """Of each engine, beside two cores for kvxfer's threads and the scheduler. More would have
+        less than a head each.
+        """
+        if self.prefill == self.decode:
+            return 1
+        return min(max(len(self.prefill) - 2, 1), _MOST_THREADS)
+
+    @property
     def text(self) -> str:
         if self.prefill == self.decode:
             return f"{len(self.prefill)}, shared by all"
-        return f"prefill {len(self.prefill)}, decode {len(self.decode)}, link {len(self.link)}"
+        counts = f"prefill {len(self.prefill)}, decode {len(self.decode)}, link {len(self.link)}"
+        return f"{counts}; engines compute with {self.num_threads}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +307,7 @@ class Pair:
             side = Worker(
                 f"{role.value} over {wire}",
                 self._link.inside(at, OnCores((cores.prefill, cores.decode)[at], EngineSide)),
-                *(config, steps),
+                *(config, steps, cores.num_threads),
                 environment=_ENVIRONMENT,
                 is_daemon=False,
             )
