@@ -18,8 +18,11 @@ from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
 from kvxfer.transfer.wire import (
+    Found,
     Malformed,
     Ping,
+    Reason,
+    Refuse,
     ToSink,
     ToSource,
     decode_to_sink,
@@ -52,6 +55,8 @@ LONG_NBYTES = 64 << 10
 """A message that cannot be understood is answered. Whoever sends two that are longer is sent away:
 4 MiB at a time keep ZeroMQ's thread busy, for all connections.
 """
+NO_GOOD = frozenset({Reason.TOKENS, Reason.PLAN, Reason.TRANSPORT})
+"""Reasons for which a request is refused that are the peer's own; others may be this side's."""
 
 
 def _bounds(config: Config, num_queued: int) -> Bounds:
@@ -127,6 +132,8 @@ class ControlServer:
         frame = answer if isinstance(answer, zmq.Frame) else encode(answer)
         if not self.router.send(identity, frame):
             self._ledger.count("control.dropped")
+        if isinstance(answer, Refuse | Found) and answer.reason in NO_GOOD:
+            self.router.visitors.refused(identity)
 
     def speaker(self) -> str:
         """Where the message comes from that is being handled; "" for this host."""
