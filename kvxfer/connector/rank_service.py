@@ -322,8 +322,9 @@ class RankService:
             self._ledger.take_counts(transport.name, transport.counts)
 
     def _inspect(self) -> None:
-        """Every LOOK_S, let listeners and stream wires end what peers hold without use."""
-        self.io.after(LOOK_S, self._inspect)
+        """A few times a second, let listeners and stream wires end what peers hold without use."""
+        due_s = (self._server.router.visitors.look_s, *(source.look_s for source in self._sending))
+        self.io.after(min(due_s), self._inspect)
         for inspect in self._inspects:
             self.io.guard(inspect)
         self.has_looked = True

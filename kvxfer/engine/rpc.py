@@ -25,7 +25,7 @@ from kvxfer.transfer import wire
 from kvxfer.transports.channel import ask_guard, set_keys
 from kvxfer.transports.guard import Guard, pinned_keys
 from kvxfer.transports.key_folder import with_folder_keys
-from kvxfer.transports.visitors import EVENT, LOOK_S, Inbox, Visitors
+from kvxfer.transports.visitors import EVENT, Inbox, Visitors
 
 log = logging.getLogger("kvxfer.engine")
 
@@ -179,7 +179,7 @@ class RpcServer:
     @property
     def wait_ms(self) -> int | None:
         """After which :meth:`receive` is to be called though nothing can be read; None: never."""
-        return math.ceil(LOOK_S * 1000) if len(self._visitors) else None
+        return math.ceil(self._visitors.look_s * 1000) if len(self._visitors) else None
 
     def receive(self) -> list[tuple[bytes, ToEngine]]:
         """Never blocks; to be called when the socket or ``monitor`` can be read, and after
@@ -202,8 +202,8 @@ class RpcServer:
     def _look(self) -> None:
         self._visitors.take_gone()  # their requests go on
         if (now_s := time.monotonic()) >= self._next_look_s:
-            self._next_look_s = now_s + LOOK_S
-            self._visitors.look(was_empty=self._inbox.take_empty())
+            self._visitors.look(self._inbox.take_empty)
+            self._next_look_s = now_s + self._visitors.look_s
 
     def send(self, client: bytes, message: ToClient) -> None:
         """Answer. Nobody hears it where the client has gone; one that does not read what it asks

@@ -32,6 +32,7 @@ from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Side
 from kvxfer.transfer.wire import Reason
+from kvxfer.transports.visitors import LOOK_S
 
 TRIAL_NBYTES = 4 << 20
 """The large message of a trial: a millisecond or two, enough to tell one wire from another."""
@@ -162,6 +163,7 @@ class SendingSource(ABC):
     """Sinks have taken all that was sent to them: nothing of it is lost with this process."""
     can_grow: bool = False
     """It has ``grow_send``. If not, it is asked to send only what is complete."""
+    look_s: float = LOOK_S
     has_more: bool = False
     """The next ``poll`` packs at once, and what the one before has reported is to leave first."""
 
@@ -216,7 +218,7 @@ class SendingSource(ABC):
 
     @abstractmethod
     def inspect(self) -> None:
-        """A few times a second (``visitors.LOOK_S``): end connections held without use."""
+        """Each ``look_s``: end connections held without use."""
 
     @abstractmethod
     def close(self) -> None:

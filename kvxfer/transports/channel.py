@@ -158,9 +158,9 @@ class Router:
 
     def inspect(self) -> int:
         """Close connections that have sent too much that was not read. Returns how many handshakes
-        have failed since the last call.
+        have failed since the last call. The next one is due in ``visitors.look_s``.
         """
-        self.visitors.look(was_empty=self._inbox.take_empty())
+        self.visitors.look(self._inbox.take_empty)
         return self.visitors.take_num_failed()
 
     def close(self) -> None:

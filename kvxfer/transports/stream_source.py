@@ -165,6 +165,10 @@ class StreamSource(SendingSource):
         return self._packer.is_at_once and bool(self._unpumped)
 
     @property
+    def look_s(self) -> float:  # type: ignore[override]  # others have an attribute
+        return self._router.visitors.look_s
+
+    @property
     def is_settled(self) -> bool:  # type: ignore[override]  # others have an attribute
         """Every slot was credited: a sink has placed what was in it."""
         return all(connection.is_idle for connection in self._connections.all())

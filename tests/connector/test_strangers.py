@@ -413,6 +413,47 @@ def test_who_sends_and_goes_again_and_again_has_to_wait(
     until(lambda: not is_kept_out(engine.endpoint, AT_ONCE_S))
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_who_asks_again_and_again_for_what_it_is_not_given_has_to_wait(
+    engine: Engine, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over one connection that reads the answers, or over many that have gone when their pulls are
+    read. Others of the address go on.
+    """
+    keep_penalties(monkeypatch)
+    monkeypatch.setattr(service_of(engine), "_inspects", [])  # one look for as long as it takes
+    pull = Pull(
+        offer=engine.offer("held", 16, [1]).offer,
+        consumer=Consumer(b"k" * 16, RankId(0, 0)),
+        claim=(RankId(0, 0),),
+        digest=b"of other tokens",
+        transport="zmq",
+    )
+    frame = zmtp.frame(encode(pull))
+    with dealer(engine.endpoint) as other:
+        ping(other)
+        if stays:
+            with closing(zmtp.connect(engine.endpoint)) as peer:
+                peer.sendall(frame * (visitors.MOST_REFUSED - 1))
+                until(lambda: engine.count("refused.tokens") == visitors.MOST_REFUSED - 1)
+                assert not is_kept_out(engine.endpoint)
+                peer.sendall(frame)
+                until(lambda: is_kept_out(engine.endpoint, AT_ONCE_S), 120)
+        else:
+
+            def send_and_go() -> bool:
+                try:
+                    with closing(zmtp.connect(engine.endpoint, AT_ONCE_S)) as peer:
+                        peer.sendall(frame * 50)
+                except OSError:
+                    return True
+                return False
+
+            until(send_and_go, 120)
+        ping(other)
+    engine.compute("held")
+
+
 def test_probes_of_an_idle_port_keep_nobody_out(engine: Engine) -> None:
     """Who only connects and goes leaves nothing that would have to be read."""
     let_look(engine)  # nothing had come since the look before

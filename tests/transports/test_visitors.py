@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,9 @@ import zmq
 from kvxfer.transports import visitors as visitors_module
 from kvxfer.transports.visitors import (
     EVENT,
+    LOOK_PARTS,
+    LOOK_S,
+    LOOKED_AT_ONCE,
     MESSAGES_PER_TURN,
     MOST_LAST_WORDS,
     MOST_PARTS,
@@ -23,6 +26,7 @@ from kvxfer.transports.visitors import (
     Inbox,
     ManyParts,
     Visitors,
+    has_other_side,
 )
 from tests import zmtp
 from tests.connector.rig import until
@@ -388,6 +392,52 @@ def test_what_was_not_read_is_counted_to_the_byte(
         read(1)
         assert not router.poll(0)
         assert backlog.look(was_empty=True) == 0
+
+
+def test_many_connections_are_looked_at_in_parts(
+    router: Socket, inbox: Inbox, visitors: Visitors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once in so many calls; who sends without an end is closed within as many."""
+    looked: list[int] = []
+    look = Backlog.look
+
+    def counted(self: Backlog, *, was_empty: bool) -> int:
+        looked.append(self.fd)
+        return look(self, was_empty=was_empty)
+
+    monkeypatch.setattr(Backlog, "look", counted)
+    number = LOOKED_AT_ONCE + 9
+    with ExitStack() as stack:
+        peers = [
+            stack.enter_context(closing(zmtp.connect(endpoint_of(router)))) for _ in range(number)
+        ]
+        for peer in peers:
+            peer.sendall(zmtp.frame(b"x"))
+        num_read = 0
+        while num_read < number or len(visitors) < number:
+            num_read += len(turn(inbox))
+            visitors.meet()
+        assert visitors.look_s == LOOK_S
+        for _ in range(LOOK_PARTS):
+            before = len(looked)
+            visitors.look(inbox.take_empty)
+            assert 0 < len(looked) - before <= -(-number // LOOK_PARTS)
+        assert visitors.look_s == LOOK_S / LOOK_PARTS
+        assert sorted(looked) == sorted(set(looked))
+        assert len(looked) == number
+        peers[3].sendall(zmtp.EMPTY_PART * (1 << 20))
+
+        def is_ended() -> bool:
+            visitors.look(inbox.take_empty)
+            return not has_other_side(peers[3].fileno())
+
+        until(is_ended)
+        for peer in peers[4:]:
+            peer.close()
+        until(lambda: visitors.meet() and len(visitors) <= 3)
+        for _ in range(LOOK_PARTS + 1):
+            visitors.look(inbox.take_empty)
+        assert visitors.look_s == LOOK_S
 
 
 def test_what_has_no_descriptor_or_no_count_has_no_backlog() -> None:
