@@ -42,7 +42,8 @@ _BOUNDS = """
     connector.rank_service.LATE_S connector.sink.RETRY_S connector.worker_side.LATE_S
     doctor.child.END_S doctor.child.START_S engine.rpc.HEARTBEAT_S
     kernels.rewrite_kernel.MAX_PLANES proxy.server.ABANDONED_S
-    transports.guard.MOST_PENALTY_S transports.guard.PENALTY_S transports.nixl_pipe.KEPT_S
+    transports.guard.BEGUN_S transports.guard.MOST_PENALTY_S transports.guard.PENALTY_S
+    transports.nixl_pipe.KEPT_S
     transports.shm_direct.JOB_NBYTES transports.stream_source.MAX_CONNECTIONS
     transports.ucx_pipe.CLOSE_S transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S
     transports.ucx_pipe.TURN_S transports.visitors.LISTENER_TURN_S
