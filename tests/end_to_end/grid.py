@@ -279,7 +279,7 @@ class Fleet:
             role,
             self._models[cell.kv_heads] if cell.model == FULL else cell.model,
             num_kv_heads=None if cell.model == FULL else cell.kv_heads,
-            kv={"transport": transport, "log_level": "WARNING"},
+            kv={"transport": transport, "log_level": "WARNING", "connect_timeout_s": 60.0},
             tp_size=tp_size,
             block_size=block_size,
             layout=layout,

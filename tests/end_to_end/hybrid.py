@@ -18,6 +18,8 @@ from tests.end_to_end.harness import OFFER, LiveEngine, Pair, engine_config
 
 REQUEST_TIMEOUT_S = 120.0
 NUM_BLOCKS = 180
+_PATIENT: dict[str, Any] = {"log_level": "ERROR", "connect_timeout_s": 60.0}
+"""The machine is shared: a peer and its wires were not ready within 7 s once in 8,000 tests."""
 HEAD_NBYTES = 2 * 64 * 4  # K and V of one token and one head in one layer, 64 floats of 4 bytes
 
 
@@ -140,7 +142,7 @@ class Fleet:
             role,
             shape.model,
             num_kv_heads=shape.kv_heads,
-            kv={"log_level": "ERROR", "transport": shape.transport, **(kv or {})},
+            kv=_PATIENT | {"transport": shape.transport, **(kv or {})},
             tp_size=side.tp_size,
             block_size=side.block_size,
             layout=side.layout,
@@ -162,7 +164,7 @@ class Fleet:
                     Role.ALONE,
                     shape.model,
                     num_kv_heads=shape.kv_heads,
-                    kv={"log_level": "ERROR"},
+                    kv=_PATIENT,
                     device=device,
                     enable_prefix_caching=False,
                     disable_hybrid_kv_cache_manager=shape.model != "states",
