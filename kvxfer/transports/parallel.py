@@ -24,9 +24,10 @@ CORES_PER_STREAM = 4
 and most of a host is the engine's.
 """
 MOST_AUTO_STREAMS = 8
-MOST_BESIDE_ONE_STREAM = 4
-"""Threads of ZeroMQ. Beside 300 connections that came at once a load took 20 ms on two cores with
-one thread, and 12 with two.
+MOST_BESIDE_ONE_STREAM, FEW_CORES = 4, 2
+"""Threads of ZeroMQ. On three cores a load beside 300 connections that came at once took 7.8 ms
+with one of them, and 3.7 with three. On two cores, where it took 20 and 12 with two, loads of 2 MB
+took 5.3 ms with one and 5.9 with two.
 """
 MOST_FURTHER = 64
 """With 32 MiB each half of the staging that a source has for all sinks
@@ -65,11 +66,13 @@ def most_further() -> int:
 
 
 def make_context(config: Config) -> Context:
-    """With a thread of ZeroMQ for each stream, and some where there is one: hundreds of handshakes
-    at once, or a long message that is taken back, hold up the connections of one thread.
+    """With a thread of ZeroMQ for each stream, and more where these are few: hundreds of handshakes
+    at once, or a long message that is taken back, hold up the connections of one thread. Two cores
+    have one.
     """
-    num_threads = max(num_streams(config), min(MOST_BESIDE_ONE_STREAM, num_cores()))
-    context: Context = zmq.Context(io_threads=num_threads)
+    cores = num_cores()
+    num_beside = min(MOST_BESIDE_ONE_STREAM, cores) if cores > FEW_CORES else 1
+    context: Context = zmq.Context(io_threads=max(num_streams(config), num_beside))
     context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     return context
 

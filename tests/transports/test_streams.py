@@ -39,7 +39,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.channel import Dealer
 from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
-from kvxfer.transports.parallel import MOST_FURTHER, num_cores, num_streams
+from kvxfer.transports.parallel import MOST_FURTHER, make_context, num_cores, num_streams
 from kvxfer.transports.pipe import HOST_STAGING, Pipe, Slots
 from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
 from kvxfer.transports.stream_machine import SlotEvent, SourceSlots
@@ -205,6 +205,20 @@ def test_streams_follow_the_cores_that_the_process_may_use(
     assert num_streams(Config()) == streams
     assert num_streams(Config(zmq_streams=3)) == 3
     assert 1 <= num_cores() <= cores
+
+
+@pytest.mark.parametrize(
+    ("cores", "streams", "threads"),
+    [(1, 0, 1), (2, 0, 1), (3, 0, 3), (16, 0, 4), (32, 0, 8), (2, 3, 3)],
+)
+def test_zeromq_has_a_thread_for_each_stream_and_some_more(
+    cores: int, streams: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose connections send much at once do not hold up all others."""
+    put(monkeypatch, CPU_QUOTA, Path("/nowhere"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    with make_context(Config(zmq_streams=streams)) as context:
+        assert context.get(zmq.IO_THREADS) == threads
 
 
 def test_further_streams_keep_no_sink_out(monkeypatch: pytest.MonkeyPatch) -> None:
