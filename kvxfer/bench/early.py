@@ -70,7 +70,7 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _NEW_TOKENS = 4
-_MOST_THREADS = 4
+_MOST_THREADS = 4  # with two of the model's heads each
 _LEAST_CORES = 6  # two for each engine, whose threads want more than one, and two for the link
 _REST_S = 0.2
 """Between two requests: releases have arrived, and blocks are back."""
@@ -248,9 +248,7 @@ class Cores(NamedTuple):
 
     @property
     def num_threads(self) -> int:
-        """Of each engine, beside two cores for kvxfer's threads and the scheduler. More would have
-        less than a head each.
-        """
+        """Of each engine, beside two cores for kvxfer's threads and the scheduler."""
         if self.prefill == self.decode:
             return 1
         return min(max(len(self.prefill) - 2, 1), _MOST_THREADS)

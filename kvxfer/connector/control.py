@@ -150,6 +150,17 @@ class ControlServer:
                 "got another; run it where the engine runs"
             )
 
+    @property
+    def look_s(self) -> float:
+        """When :meth:`inspect` is due again."""
+        return self.router.visitors.look_s
+
+    def inspect(self) -> None:
+        """End connections that have sent too much that was not read."""
+        num_failed = self.router.inspect()
+        if num_failed:
+            self._ledger.count("connections.refused.handshake", num_failed)
+
     def close(self) -> None:
         self._io.unwatch(self.router.monitor)
         self._io.unwatch(self.router.socket)

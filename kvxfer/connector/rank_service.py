@@ -70,7 +70,7 @@ from kvxfer.transports.guard import Guard
 from kvxfer.transports.key_folder import with_folder_keys
 from kvxfer.transports.parallel import make_context, make_copier, make_room
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
-from kvxfer.transports.visitors import LOOK_S, TURN_S
+from kvxfer.transports.visitors import TURN_S
 
 LATE_S = 1.0
 """A load that is part of a step and has not ended by then is given up. It was promised because its
@@ -82,6 +82,7 @@ word 200 ms.
 """
 
 SETTLE_LOOK_S = 0.002
+_LookedAt = ControlServer | SendingSource | ReceivingSink
 _log = logging.getLogger("kvxfer.connector")
 
 
@@ -201,12 +202,9 @@ class RankService:
         for source in self._sending:
             self.io.watch_group(source, self._poll_source)
         self._streams = (("source", self._sending), ("sink", receiving))
-        self._inspects = [
-            self._inspect_server,
-            *(source.inspect for source in self._sending),
-            *(sink.inspect for sink in receiving),
-        ]
-        self.io.after(LOOK_S, self._inspect)
+        looked_at: list[_LookedAt] = [self._server, *self._sending, *receiving]
+        for each in looked_at:
+            self.io.after(each.look_s, self._inspect, each)
 
     def _make_wires(
         self, config: Config, memory: LocalMemory
@@ -321,18 +319,11 @@ class RankService:
         if transport.counts:
             self._ledger.take_counts(transport.name, transport.counts)
 
-    def _inspect(self) -> None:
-        """A few times a second, let listeners and stream wires end what peers hold without use."""
-        due_s = (self._server.router.visitors.look_s, *(source.look_s for source in self._sending))
-        self.io.after(min(due_s), self._inspect)
-        for inspect in self._inspects:
-            self.io.guard(inspect)
+    def _inspect(self, each: _LookedAt) -> None:
+        """A few times a second, let it end what peers hold without use."""
+        self.io.after(each.look_s, self._inspect, each)
+        self.io.guard(each.inspect)
         self.has_looked = True
-
-    def _inspect_server(self) -> None:
-        num_failed = self._server.router.inspect()
-        if num_failed:
-            self._ledger.count("connections.refused.handshake", num_failed)
 
     def _close_all(self) -> None:
         self.io.unwatch_groups()

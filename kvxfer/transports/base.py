@@ -164,6 +164,7 @@ class SendingSource(ABC):
     can_grow: bool = False
     """It has ``grow_send``. If not, it is asked to send only what is complete."""
     look_s: float = LOOK_S
+    """When ``inspect`` is due again."""
     has_more: bool = False
     """The next ``poll`` packs at once, and what the one before has reported is to leave first."""
 
@@ -218,7 +219,7 @@ class SendingSource(ABC):
 
     @abstractmethod
     def inspect(self) -> None:
-        """Each ``look_s``: end connections held without use."""
+        """End connections held without use."""
 
     @abstractmethod
     def close(self) -> None:
@@ -415,6 +416,8 @@ class ReceivingSink(TakingSide):
 
     staging_nbytes: int = 0
     """Of all connections at the last ``inspect``; for metrics."""
+    look_s: float = LOOK_S
+    """When ``inspect`` is due again."""
 
     @abstractmethod
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
@@ -434,7 +437,7 @@ class ReceivingSink(TakingSide):
 
     @abstractmethod
     def inspect(self) -> None:
-        """A few times a second (``visitors.LOOK_S``): drop sources that send too much."""
+        """Drop sources that send too much."""
 
 
 SinkTransport = DirectSink | ReceivingSink

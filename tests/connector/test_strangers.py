@@ -422,7 +422,8 @@ def test_who_asks_again_and_again_for_what_it_is_not_given_has_to_wait(
     """
     keep_penalties(monkeypatch)
     monkeypatch.setattr(guard, "BEGUN_S", 300.0)
-    monkeypatch.setattr(service_of(engine), "_inspects", [])  # one look for as long as it takes
+    monkeypatch.setattr(service_of(engine), "_inspect", lambda _: None)
+    let_look(engine)  # for the last time
     pull = Pull(
         offer=engine.offer("held", 16, [1]).offer,
         consumer=Consumer(b"k" * 16, RankId(0, 0)),
