@@ -496,7 +496,7 @@ class Visitors:
 
     @property
     def look_s(self) -> float:
-        """In which time :meth:`look` is to be called again."""
+        """After which :meth:`look` is to be called again."""
         return LOOK_S / self._num_parts
 
     def look(self, take_empty: Callable[[], bool]) -> None:
