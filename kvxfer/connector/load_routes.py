@@ -40,8 +40,9 @@ from kvxfer.transports.choice import Choice
 
 GROWING_PARTS, LEAST_GROWING_NBYTES = 8, 64 << 10
 """A growing offer is sent in chunks of at most this part of its tokens, unless they would have less
-than that. What is left when the last token is computed is up to such a part; with 16 of them each
-prompt took twice as many chunks, and each chunk takes the interpreter from prefill's steps.
+than that. What is left when the last token is computed is up to such a part. Where the source
+cannot cut so, a chunk has one region then: 16 parts were twice as many chunks, and each takes the
+interpreter from prefill's steps.
 """
 NULL_TRANSPORT = "null"
 """What the Pull of a null route names: nothing is read."""

@@ -80,7 +80,7 @@ MOST_EVENTS = 4096
 connection meanwhile: where each one was refused and came back at once, 12,000 a second, those of
 one address filled 8.7 GB, and a load took 36 s.
 """
-_EVENTS_AT_A_TIME = 16
+_EVENTS_AT_A_TIME = 16  # few: all of them are handled before a turn may end
 
 # Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
 _NOBLOCK = int(zmq.NOBLOCK)
