@@ -143,3 +143,13 @@ def gap(tokens: list[int], own: Finished) -> float:
     assert len(tokens) == len(own.token_ids)
     likely = [{int(token): each for token, each in step.items()} for step in own.logprobs]
     return less_likely(tokens, own.token_ids, likely)
+
+
+def assert_as_alone(got: Sequence[Finished], own: Sequence[Finished], tie: float) -> None:
+    """The same tokens, but for those that are nearly as likely."""
+    found = gaps(got, own)
+    assert max(found) <= tie, found
+    assert found.count(0) >= len(found) // 3, found
+    # The comparison can fail: other prompts' answers are told apart.
+    others = gaps(got, [*own[1:], own[0]])
+    assert len(own) == 1 or sum(gap > tie for gap in others) > 0.8 * len(got), others

@@ -23,7 +23,7 @@ from packaging.version import Version
 
 from scripts.benchmarks.load_host import do_without_cutlass
 from tests.vllm import engine_worker
-from tests.vllm.cases import Tokens, concurrent_prompts, gaps
+from tests.vllm.cases import Tokens, concurrent_prompts
 from tests.vllm.engines import Engine, EngineConfig, Finished
 from tests.vllm.models import VOCAB_SIZE, cache_folder, make
 from tests.vllm.processes import Process
@@ -294,16 +294,6 @@ def alone(engine: Engine, prompts: Sequence[Tokens]) -> list[Finished]:
     answers = [engine.result(each, FIRST_TIMEOUT_S) for each in ids]
     engine.reset()
     return answers
-
-
-def assert_as_alone(got: Sequence[Finished], own: Sequence[Finished], tie: float) -> None:
-    """The same tokens, but for those that are nearly as likely."""
-    found = gaps(got, own)
-    assert max(found) <= tie, found
-    assert found.count(0) >= len(found) // 3, found
-    # The comparison can fail: other prompts' answers are told apart.
-    others = gaps(got, [*own[1:], own[0]])
-    assert len(own) == 1 or sum(gap > tie for gap in others) > 0.8 * len(got), others
 
 
 def serve(sock: socket.socket, engine_args: dict[str, Any], idle_step_s: float) -> None:

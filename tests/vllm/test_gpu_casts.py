@@ -14,14 +14,21 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks.load_stats import NEAR
-from tests.vllm.cases import Pair, Sources, Tokens, concurrent_prompts, gaps, prompt
+from tests.vllm.cases import (
+    Pair,
+    Sources,
+    Tokens,
+    assert_as_alone,
+    concurrent_prompts,
+    gaps,
+    prompt,
+)
 from tests.vllm.engines import Connector, Engine
 from tests.vllm.gpu_models import (
     NEW_TOKENS,
     ON_GPU,
     GpuConfig,
     alone,
-    assert_as_alone,
     skip_if_refused,
     warm_engines,
 )

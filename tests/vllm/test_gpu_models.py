@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from scripts.benchmarks.load_stats import NEAR
-from tests.vllm.cases import Pair, Sources, concurrent_prompts, prompt
+from tests.vllm.cases import Pair, Sources, assert_as_alone, concurrent_prompts, prompt
 from tests.vllm.engines import OFFER, Connector
 from tests.vllm.gpu_models import (
     FIRST_TIMEOUT_S,
@@ -26,7 +26,6 @@ from tests.vllm.gpu_models import (
     ON_GPU,
     GpuConfig,
     alone,
-    assert_as_alone,
     skip_if_refused,
     warm_engines,
 )
