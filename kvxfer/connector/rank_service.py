@@ -372,6 +372,12 @@ class RankService:
                 return copied.get(timeout=LATE_S)
         return None
 
+    def wait_for_orders(self, timeout_s: float) -> None:
+        """Until the IO thread has carried out what it was given before."""
+        are_done = threading.Event()
+        self.io.post(are_done.set)
+        are_done.wait(timeout_s)
+
     def abort(self, request_ids: Iterable[str], reason: Reason) -> None:
         """Give these loads up; those that have ended stay as they are."""
         for request_id in request_ids:

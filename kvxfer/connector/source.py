@@ -187,6 +187,12 @@ class Source:
         """Those that sinks can read, or are reading. May be called from any thread."""
         return sum(offer.state is OfferState.OPEN for offer in list(self._live.values()))
 
+    def awaits(self, offers: Iterable[NewOffer]) -> bool:
+        """Whether a sink waits for one of these that has tokens already. May be called from any
+        thread.
+        """
+        return any(offer.open_tokens and offer.name in self._parked for offer in offers)
+
     # -------------------------------------------------- orders of the engine
 
     def add(self, order: NewOffer) -> None:

@@ -11,7 +11,6 @@ are taken back ends at once, in memory that the IO thread and the sinks read
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -45,6 +44,10 @@ HOST = torch.device("cpu")
 _LOOK_S = 0.01
 LOOK_AGAIN_S = 0.0002
 """How soon the engine's thread looks again whether such a load has ended."""
+ASIDE_S = 0.001
+"""How long a step waits at most until a sink is told of KV that it can have now: the IO thread does
+so within 0.3 ms, and behind the launches of the step, for the interpreter, 1 ms later.
+"""
 
 
 def stream_of(device: torch.device) -> CurrentStream | None:
@@ -158,7 +161,7 @@ class WorkerConnector:
         self._metadata = metadata
         stream = self._stream
         self._written = stream.record() if stream is not None and metadata.loads else None
-        has_cached = metadata.offers and any(offer.open_tokens for offer in metadata.offers)
+        has_cached = any(offer.open_tokens for offer in metadata.offers)
         self._begun = self._ready_event() if has_cached else None
         if metadata.ended:
             self.handle_preemptions(metadata)
@@ -170,7 +173,10 @@ class WorkerConnector:
         if metadata.finds and self._identity.rank == RankId(0, 0):
             self._finding.update(find.name for find in metadata.finds)
         if not (metadata.loads or metadata.aborts):  # else with the loads: one wake, not two
+            is_awaited = has_cached and service.source.awaits(metadata.offers)
             service.carry_out(metadata, begun=self._begun)
+            if is_awaited:
+                service.wait_for_orders(ASIDE_S)
 
     def start_load_kv(self, *args: object, **kwargs: object) -> None:
         """Begin this step's loads; before the step's work is launched where some are part of it:
@@ -324,9 +330,7 @@ class WorkerConnector:
         service, until_s = self._service, time.monotonic() + timeout_s
         if service is None or not service.is_draining:
             return True
-        is_told = threading.Event()  # of the orders before, by which offers open
-        service.io.post(is_told.set)
-        is_told.wait(timeout_s)
+        service.wait_for_orders(timeout_s)  # by which offers open
         while service.source.num_readable and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
         return not service.source.num_readable

@@ -5,6 +5,7 @@ id, and loads what is open while the rest is computed.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,16 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvxfer.connector import worker_side
 from kvxfer.connector.given_offer import MAX_OF_PEER
 from kvxfer.connector.keeper import MAX_WANTED
 from kvxfer.connector.params import early_params, make_params, mint_request, prefill_params
-from kvxfer.connector.records import FindOffer, SourceRef
+from kvxfer.connector.records import FindOffer, NewOffer, SourceRef
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports.base import TransferKey
 from kvxfer.transports.stream_source import StreamSource
 from tests.builders import EngineShape
 from tests.connector.rig import (
     POISON,
+    STUCK_S,
     Engine,
     expect_moved,
     io_thread_of,
@@ -175,6 +178,51 @@ def test_what_prefill_has_cached_leaves_before_its_first_step_is_over() -> None:
         end(source, prefill)
         sink.until(lambda: decode.request_id in sink.finished)
         assert sink.finished == {decode.request_id: None}
+
+
+def awaits(source: Side, name: str) -> bool:
+    """Whether a question about this request has come to the source, and waits."""
+    offer = NewOffer(
+        request_id="", nonce=b"", num_tokens=1, digest=b"", open_tokens=1, name=bytes.fromhex(name)
+    )
+    return service_of(source.engine).source.awaits([offer])
+
+
+def test_a_step_begins_when_who_waits_for_what_is_cached_has_been_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_side, "ASIDE_S", STUCK_S)
+    with sides() as (source, sink):
+        name, service = mint_request(), service_of(source.engine)
+        prefill, decode = pair_of(source, sink, name)
+        sink.scheduler.on_new_request(decode)
+        sink.step()
+        until(lambda: awaits(source, name))
+        begin(source, prefill, num_cached=64)
+        service.io.post(time.sleep, 0.1)  # the thread has other work before
+        are_told: list[bool] = []
+        source.step([(prefill, 16)], compute=lambda: are_told.append(not awaits(source, name)))
+        assert are_told == [True]
+
+
+@pytest.mark.parametrize("num_cached", [0, 64])
+def test_a_step_that_nobody_waits_for_begins_at_once(
+    num_cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks for what is cached; or who asks can have nothing before the step is over."""
+    monkeypatch.setattr(worker_side, "ASIDE_S", STUCK_S)
+    with sides() as (source, sink):
+        name, service = mint_request(), service_of(source.engine)
+        prefill, decode = pair_of(source, sink, name)
+        if not num_cached:
+            sink.scheduler.on_new_request(decode)
+            sink.step()
+            until(lambda: awaits(source, name))
+        begin(source, prefill, num_cached)
+        known: list[int] = []
+        with stuck(source.engine):
+            source.step([(prefill, 16)], compute=lambda: known.append(service.source.num_offers))
+        assert known == [0]
 
 
 def _has(source: Side, sink: Side, prefill: Request, decode: Request, num_tokens: int) -> bool:
