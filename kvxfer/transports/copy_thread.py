@@ -61,18 +61,23 @@ class CopyJob(ABC):
     ``on_end`` is called exactly once, on the copy thread or in the caller of ``cancel`` or
     ``close``; it must only note the end and wake the thread that waits for it. A piece may read
     ``cancelled`` more often; ``has_successor``: at its end another job of the lane follows.
+    ``is_awaited``: nothing else of its connection is under way meanwhile.
 
     Args:
         work_nbytes: how long the job takes, as bytes (:func:`work_of`); None if unknown.
     """
 
-    __slots__ = ("cancelled", "end", "error", "has_successor", "lane", "work_nbytes")
+    __slots__ = (
+        *("cancelled", "end", "error", "has_successor", "is_awaited", "lane"),
+        "work_nbytes",
+    )
 
     def __init__(self, lane: Hashable, work_nbytes: int | None = None) -> None:
         self.lane = lane
         self.work_nbytes = work_nbytes
         self.cancelled = False
         self.has_successor = False
+        self.is_awaited = False
         self.end: CopyEnd | None = None
         self.error: BaseException | None = None
 
@@ -122,8 +127,11 @@ class CopyThread:
         torch.set_num_threads(num_torch_threads)
 
     def submit(self, job: CopyJob) -> None:
-        """Queue a job, or run a small one. After ``close`` the job ends as cancelled."""
-        if job.work_nbytes is not None and job.work_nbytes <= self._small_nbytes:
+        """Queue a job, or run a small one, which is twice as large where it is awaited. After
+        ``close`` the job ends as cancelled.
+        """
+        small_nbytes = self._small_nbytes << job.is_awaited
+        if job.work_nbytes is not None and job.work_nbytes <= small_nbytes:
             end, error = (CopyEnd.CANCELLED, None) if self._closing else self._run_piece(job)
             while end is None:
                 end, error = self._run_piece(job)

@@ -169,9 +169,13 @@ class SourceSlots(SlotTable[SourceSlot]):
         self.stream_of = [0] * num_slots
 
     @property
+    def num_busy(self) -> int:
+        """A job, the pipe or the sink has so many of them."""
+        return len(self.states) - self.num[SourceSlot.FREE] - self.num[SourceSlot.FULL]
+
+    @property
     def is_idle(self) -> bool:
-        """Whether no job, pipe or sink has one of them."""
-        return self.num[SourceSlot.FREE] + self.num[SourceSlot.FULL] == len(self.states)
+        return not self.num_busy
 
     def fill(self, slot: int) -> None:
         """A job will write a free one."""

@@ -303,6 +303,7 @@ class StreamSource(SendingSource):
             dense=connection.lane,
             order=transfer.request.classes[number].order,
         )
+        job.is_awaited = connection.table.num_busy == 1
         self._num_jobs += 1
         self._packer.submit(job)
         # What was packed at once leaves before the next one is begun.

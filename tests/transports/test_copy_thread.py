@@ -236,6 +236,15 @@ def test_a_larger_job_and_one_of_unknown_size_wait_for_the_thread(at_once: Stage
     assert at_once.ran == ["a0", "b0"]
 
 
+def test_a_job_that_is_awaited_may_be_twice_as_large(at_once: Stage) -> None:
+    for lane, work_nbytes in (("a", 2000), ("b", 2001)):
+        job = at_once.job(lane, 1, work_nbytes=work_nbytes)
+        job.is_awaited = True
+        at_once.thread.submit(job)
+    at_once.thread.submit(at_once.job("c", 1, work_nbytes=2000))
+    assert at_once.ran == ["a0"]
+
+
 def test_a_small_job_that_fails_or_is_cancelled_ends_like_any_other(at_once: Stage) -> None:
     at_once.thread.submit(at_once.job("a", 1, fails=True, work_nbytes=1))
     ((_, end, error),) = at_once.ends

@@ -392,6 +392,25 @@ def test_the_source_has_more_while_chunks_that_are_packed_at_once_have_slots() -
         pair.close()
 
 
+def test_the_first_chunk_of_an_idle_connection_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    are_awaited: list[bool] = []
+
+    def noted(job: CopyJob) -> bool:
+        are_awaited.extend([job.is_awaited] * is_pack(job))
+        return job.run()
+
+    run_pieces(monkeypatch, "zmq", noted)
+    pair = Pair(ZMQ)
+    try:
+        pair.sink.attach(pair.manifest)
+        pair.hold = True
+        pair.start(key_of(1), a_move())
+        pair.until(lambda: len(pair.said) == 4)  # as many as there are slots
+        assert are_awaited == [True, False, False, False]
+    finally:
+        pair.close()
+
+
 def test_source_waits_for_the_sink_to_attach(pair: Pair) -> None:
     pair.source.submit_send(send_request(key_of(1), a_move()))
     pair.source.submit_send(send_request(key_of(2), a_move()))
