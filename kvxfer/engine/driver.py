@@ -35,7 +35,7 @@ from kvxfer.engine.rpc import (
 )
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.scheduler import Scheduler
-from kvxfer.engine.steps import StepOutput
+from kvxfer.engine.steps import SchedulerOutput, StepOutput
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.manifest import RankManifest
 
@@ -145,6 +145,9 @@ class Driver:
             for link in self._links:
                 if link.socket in ready:
                     self._hear(link)
+            if self._is_rank_active and not self._links:
+                # A step that was planned without it would be an empty one
+                self._take(SchedulerOutput(), (self._runner.report(),))
             if self._scheduler.has_work() or self._is_rank_active:
                 self._step()
 
@@ -156,11 +159,16 @@ class Driver:
     # ------------------------------------------------------------------ one step
 
     def _step(self) -> None:
-        self._is_rank_active = False
         step = self._scheduler.schedule()
         for link in self._links:
             link.send(step)
-        outputs = [self._runner.execute(step), *(self._output(link) for link in self._links)]
+        self._take(
+            step, (self._runner.execute(step), *(self._output(link) for link in self._links))
+        )
+
+    def _take(self, step: SchedulerOutput, outputs: Sequence[StepOutput]) -> None:
+        """What all ranks say."""
+        self._is_rank_active = False
         self._merge(outputs)
         for event in self._scheduler.update(step, outputs):
             self._tell(event)
