@@ -88,8 +88,9 @@ def speed_of(options: argparse.Namespace) -> Speed:
 @dataclass(frozen=True, slots=True)
 class _Relayed:
     """Frames that the link has carried and dropped, both ways; a frame may be 64 KiB long.
-    ``latest_s``: how late the latest one was handed over, at most. ``frames``: when each one of the
-    source's was on the link to its end, and its bytes; since the last time, as many as are kept.
+    ``latest_s``: how late the latest one was handed over, at most. ``frames``: when the first byte
+    of each one of the source's was on the link, and its bytes; since the last time, as many as are
+    kept.
     """
 
     num_carried: int
@@ -208,7 +209,7 @@ class Queue:
             return
         self._free_s = begin_s + wire_nbytes(frame) * 8 / self._speed.bits_per_s
         self._under_way.append((self._free_s + self._speed.delay_s, frame))
-        self.frames.append((self._free_s, len(frame)))
+        self.frames.append((begin_s, len(frame)))
 
     def deliver(self, now_s: float) -> None:
         """Whatever has come to the end."""
