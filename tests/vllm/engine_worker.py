@@ -163,6 +163,11 @@ class Worker:
         groups = self._scheduler().kv_cache_config.kv_cache_groups
         return [type(group.kv_cache_spec).__name__ for group in groups]
 
+    def do_block_tokens(self) -> list[int]:
+        """Of the KV cache groups. A state may ask for more than the engine was told."""
+        groups = self._scheduler().kv_cache_config.kv_cache_groups
+        return [group.kv_cache_spec.block_size for group in groups]
+
     def do_metrics(self) -> dict[str, float]:
         """Counters and gauges of prometheus by ``name{label=value,...}`` without engine, model."""
         from prometheus_client import REGISTRY

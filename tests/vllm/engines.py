@@ -318,6 +318,10 @@ class Engine:
         found: list[str] = self.call("groups")
         return found
 
+    def block_tokens(self) -> list[int]:
+        found: list[int] = self.call("block_tokens")
+        return found
+
     def call(self, name: str, timeout_s: float = CALL_TIMEOUT_S, **arguments: Any) -> Any:
         """Call ``do_<name>`` of the worker."""
         self.wait_ready()
