@@ -39,7 +39,8 @@ FROM_INSIDE: Mapping[str, str] = {
 _BOUNDS = """
     bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.control.LINGER_MS
     connector.io_thread.LEISURE_S connector.peers.BACK_OFF_S connector.rank_service.DRAIN_S
-    connector.rank_service.LATE_S connector.sink.RETRY_S connector.worker_side.LATE_S
+    connector.rank_service.LATE_S connector.sink.RETRY_S connector.worker_side.ASIDE_S
+    connector.worker_side.LATE_S
     doctor.child.END_S doctor.child.START_S engine.rpc.HEARTBEAT_S
     kernels.rewrite_kernel.MAX_PLANES proxy.server.ABANDONED_S
     transports.guard.BEGUN_S transports.guard.MOST_PENALTY_S transports.guard.PENALTY_S
@@ -69,7 +70,8 @@ _COPIES = """
 # Failures of kvxfer's own code, looks at what was done in which order, and what ends the process
 _OWN_CODE = """
     bench.command.benchmark connector.peer.ControlClient connector.peers.start_trial
-    connector.source.read_pull engine.rank._end_late transfer.source_session.OfferSession.step
+    connector.source.read_pull engine.rank._end_late engine.runner.Runner.execute
+    transfer.source_session.OfferSession.step
 """
 PATCHED = frozenset(f"{_BOUNDS} {_MACHINE} {_COPIES} {_OWN_CODE}".split())
 """Names of kvxfer that tests replace because nothing at a border does. It shrinks."""
