@@ -780,6 +780,7 @@ NO_INPUT: Mapping[str, str] = {
     "transports/channel.py:bind_address": "the setting host, which is looked up",
     "transports/channel.py:_bind": "a text of ZeroMQ",
     "transports/guard.py:Guard._answer": "fields that ZeroMQ has made; 'address of a peer'",
+    "transports/guard.py:_address_of": "the same",
     "transports/guard.py:_name": "an endpoint that was parsed",
     "transports/guard.py:_is_here": "a record of the kernel",
     "transports/native_peers.py:check_own_devices": "an endpoint that was parsed",

@@ -1,0 +1,126 @@
+"""How soon handshakes are answered, by the address that they come from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from fractions import Fraction
+
+import pytest
+import zmq
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvxfer.config import Config
+from kvxfer.transports import guard
+from kvxfer.transports.channel import Bounds, Router
+from kvxfer.transports.guard import Guard, Pace
+from tests import zmtp
+
+WAIT_S = 120.0
+
+
+def test_the_first_are_answered_at_once_and_then_one_in_each_interval() -> None:
+    pace = Pace()
+    for since_s in (100.0, 200.0):  # a rest brings all of them back
+        due_s = [pace.due_s("a", since_s) for _ in range(guard.PROMPT + 3)]
+        assert due_s[: guard.PROMPT] == pytest.approx([since_s] * guard.PROMPT)
+        waits_s = [due - since_s for due in due_s[guard.PROMPT :] if due is not None]
+        assert waits_s == pytest.approx([guard.PACE_S, 2 * guard.PACE_S, 3 * guard.PACE_S])
+
+
+@example(gaps=[(0, "a")] * 12 + [(1, "b"), (1, "a"), (1, "a"), (30, "a")], prompt=2)
+@given(
+    gaps=st.lists(
+        st.tuples(st.sampled_from([0, 0, 0, 1, 3, 30]), st.sampled_from("aab")), max_size=60
+    ),
+    prompt=st.integers(1, 4),
+)
+def test_an_address_has_a_bucket_of_tokens(gaps: list[tuple[int, str]], prompt: int) -> None:
+    """The oracle: each address has so many, gets one back in each interval, and who finds none
+    waits behind those that do; who would wait too long goes, and takes none.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "PROMPT", prompt)
+        patch.setattr(guard, "PACE_S", 4)
+        patch.setattr(guard, "MOST_LATE_S", 10)
+        pace = Pace()
+        tokens = {name: (Fraction(prompt), Fraction(0)) for name in "ab"}
+        now_s = 0
+        for gap, name in gaps:
+            now_s += gap
+            left, at_s = tokens[name]
+            here_s = max(Fraction(now_s), at_s)
+            left = min(Fraction(prompt), left + (here_s - at_s) / 4)
+            due_s = here_s + max(Fraction(0), 1 - left) * 4
+            is_late = due_s > now_s + 10
+            if not is_late:
+                tokens[name] = left + (due_s - here_s) / 4 - 1, due_s
+            assert pace.due_s(name, now_s) == (None if is_late else due_s)
+
+
+def test_so_many_addresses_are_known() -> None:
+    pace = Pace()
+    for number in range(3000):
+        pace.due_s(f"{number}", 0.0)
+    assert len(pace._next_s) == guard._MAX_PENALTIES
+
+
+@contextmanager
+def listening() -> Iterator[tuple[Router, Guard, list[str]]]:
+    refused: list[str] = []
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    own = Guard(context, Config(), refused.append)
+    with closing(Router(context, Config(), Bounds(1000, 1000, 10))) as router:
+        yield router, own, refused
+    context.term()
+    own.join()
+
+
+def test_who_makes_many_waits_and_other_addresses_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "PROMPT", 1)
+    monkeypatch.setattr(guard, "PACE_S", WAIT_S)
+    monkeypatch.setattr(guard, "MOST_LATE_S", 1.5 * WAIT_S)
+    with listening() as (router, own, refused), ExitStack() as stack:
+        first = stack.enter_context(closing(zmtp.connect(router.endpoint)))
+        stack.enter_context(closing(zmtp.connect(router.endpoint, waits=False)))
+        _until(lambda: len(own._late) == 1)
+        for number in range(2):
+            place = f"127.0.9.{number + 7}"
+            other = stack.enter_context(closing(zmtp.connect(router.endpoint, address=place)))
+            other.sendall(zmtp.frame(b"other"))
+        first.sendall(zmtp.frame(b"first"))
+        assert sorted(_messages(router, 3)) == [b"first", b"other", b"other"]
+        with pytest.raises(OSError, match=r"refused|expected|reset"):
+            zmtp.connect(router.endpoint)  # two intervals late
+        assert refused == ["pace"]
+
+
+def test_who_has_to_wait_is_let_in_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "PROMPT", 1)
+    monkeypatch.setattr(guard, "PACE_S", 0.05)
+    with listening() as (router, _, refused), ExitStack() as stack:
+        began_s = time.monotonic()
+        for number in range(5):
+            peer = stack.enter_context(closing(zmtp.connect(router.endpoint)))
+            peer.sendall(zmtp.frame(b"%d" % number))
+        assert time.monotonic() - began_s >= 4 * 0.05
+        assert sorted(_messages(router, 5)) == [b"0", b"1", b"2", b"3", b"4"]
+        assert refused == []
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def _messages(router: Router, number: int) -> list[bytes]:
+    found: list[bytes] = []
+    until_s = time.monotonic() + WAIT_S
+    while len(found) < number and time.monotonic() < until_s:
+        router.socket.poll(100)
+        found += [bytes(frames[1].buffer) for frames in router.poll()]
+    return found
