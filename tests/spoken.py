@@ -74,7 +74,7 @@ def change_frames(
     """
 
     def changed(socket: zmq.Socket[bytes], parts: list[_Part]) -> list[list[_Part]]:
-        if socket.type == kind:
+        if socket.type == kind and not _is_of_guard(parts):
             frames = change([part.data for part in parts])
             parts = [part._replace(data=data) for part, data in zip(parts, frames, strict=True)]
         return [parts]
@@ -129,6 +129,11 @@ def _intercept(
         return sent
 
     patch.setattr(zmq.Socket, "send", send_changed)
+
+
+def _is_of_guard(parts: list[_Part]) -> bool:
+    """An answer to ZeroMQ's question who may connect: a name, nothing, the version (RFC 27)."""
+    return [part.data for part in parts[1:3]] == [b"", b"1.0"]
 
 
 def _message_of(socket: zmq.Socket[bytes], parts: list[_Part]) -> Any:
