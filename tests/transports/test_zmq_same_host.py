@@ -61,8 +61,8 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def record(socket: zmq.Socket[bytes], *args: Any, **how: Any) -> Any:
         frames = receive(socket, *args, **how)
-        if socket.type == zmq.REP:
-            asked.append(frames[3].decode())  # ZeroMQ RFC 27
+        if frames[1:3] == [b"", b"1.0"]:
+            asked.append(frames[5].decode())  # ZeroMQ RFC 27
         return frames
 
     monkeypatch.setattr(zmq.Socket, "recv_multipart", record)
