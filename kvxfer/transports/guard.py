@@ -248,17 +248,16 @@ class Guard:
         address, now_s = _address_of(frames), time.monotonic()
         is_own = user_of(address) == os.geteuid()
         due_s = now_s if is_own else self._pace.due_s(address, now_s)
-        if due_s is None or len(self._late) >= MOST_LATE:
-            self._on_refused("pace")
-            self._socket.send_multipart(_said(frames, b"300", "later"))
-        elif due_s <= now_s:
+        if due_s is not None and due_s <= now_s:
             self._judge(frames)
+        elif due_s is None or len(self._late) >= MOST_LATE:
+            self._judge(frames, is_late=True)
         else:
             heapq.heappush(self._late, (due_s, next(self._numbers), frames))
 
-    def _judge(self, frames: list[bytes]) -> None:
+    def _judge(self, frames: list[bytes], *, is_late: bool = False) -> None:
         try:
-            answer = self._answer(frames)
+            answer = self._put_off(frames, "pace") if is_late else self._answer(frames)
         except Exception:  # noqa: BLE001  # others are admitted all the same
             if self._warned.note("", time.monotonic()):
                 _log.exception("a connection is refused that could not be judged")
@@ -280,9 +279,13 @@ class Guard:
                 _log.warning("a connection from %s was refused: %s", address or "nowhere", why)
             return _said(frames, b"400", why)
         if self._has_to_wait(address, now_s):
-            self._on_refused("penalty")
-            return _said(frames, b"300", "later")  # a peer that is admitted tries again
+            return self._put_off(frames, "penalty")
         return _said(frames, b"200", "OK", key or "")
+
+    def _put_off(self, frames: list[bytes], why: str) -> list[bytes]:
+        """A peer that is admitted tries again."""
+        self._on_refused(why)
+        return _said(frames, b"300", "later")
 
     def _why_refused(self, address: str, key: str | None) -> str | None:
         if self._config.curve_secret_key is not None:

@@ -68,10 +68,16 @@ def test_so_many_addresses_are_known() -> None:
 
 
 @contextmanager
-def listening() -> Iterator[tuple[Router, Guard, list[str]]]:
+def listening(*, fails: bool = False) -> Iterator[tuple[Router, Guard, list[str]]]:
     refused: list[str] = []
+
+    def count(reason: str) -> None:
+        refused.append(reason)
+        if fails:
+            raise ZeroDivisionError
+
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    own = Guard(context, Config(), refused.append)
+    own = Guard(context, Config(), count)
     with closing(Router(context, Config(), Bounds(1000, 1000, 10))) as router:
         yield router, own, refused
     context.term()
@@ -95,6 +101,24 @@ def test_who_makes_many_waits_and_other_addresses_do_not(monkeypatch: pytest.Mon
         with pytest.raises(OSError, match=r"refused|expected|reset"):
             zmtp.connect(router.endpoint)  # two intervals late
         assert refused == ["pace"]
+
+
+def test_where_many_wait_one_more_comes_again_and_who_need_not_wait_is_let_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "PROMPT", 1)
+    monkeypatch.setattr(guard, "PACE_S", WAIT_S)
+    monkeypatch.setattr(guard, "MOST_LATE_S", 9 * WAIT_S)
+    monkeypatch.setattr(guard, "MOST_LATE", 1)
+    with listening(fails=True) as (router, own, refused), ExitStack() as stack:
+        stack.enter_context(closing(zmtp.connect(router.endpoint)))
+        stack.enter_context(closing(zmtp.connect(router.endpoint, waits=False)))
+        _until(lambda: len(own._late) == 1)
+        for _ in range(2):  # also where it cannot be counted
+            with pytest.raises(OSError, match=r"refused|expected|reset"):
+                zmtp.connect(router.endpoint)
+        zmtp.connect(router.endpoint, address="127.0.9.7").close()
+        assert refused == ["pace"] * 2
 
 
 def test_who_has_to_wait_is_let_in_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
