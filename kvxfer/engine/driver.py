@@ -147,7 +147,7 @@ class Driver:
                     self._hear(link)
             if self._is_rank_active and not self._links:
                 # A step that was planned without it would be an empty one
-                self._take(SchedulerOutput(), (self._runner.report(),))
+                self._take(SchedulerOutput(), [self._runner.report()])
             if self._scheduler.has_work() or self._is_rank_active:
                 self._step()
 
@@ -162,9 +162,8 @@ class Driver:
         step = self._scheduler.schedule()
         for link in self._links:
             link.send(step)
-        self._take(
-            step, (self._runner.execute(step), *(self._output(link) for link in self._links))
-        )
+        outputs = [self._runner.execute(step), *(self._output(link) for link in self._links)]
+        self._take(step, outputs)
 
     def _take(self, step: SchedulerOutput, outputs: Sequence[StepOutput]) -> None:
         """What all ranks say."""
