@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from fractions import Fraction
 
@@ -17,6 +17,7 @@ from kvxfer.transports import guard
 from kvxfer.transports.channel import Bounds, Router
 from kvxfer.transports.guard import Guard, Pace
 from tests import zmtp
+from tests.connector.rig import until
 
 WAIT_S = 120.0
 
@@ -91,7 +92,7 @@ def test_who_makes_many_waits_and_other_addresses_do_not(monkeypatch: pytest.Mon
     with listening() as (router, own, refused), ExitStack() as stack:
         first = stack.enter_context(closing(zmtp.connect(router.endpoint)))
         stack.enter_context(closing(zmtp.connect(router.endpoint, waits=False)))
-        _until(lambda: len(own._late) == 1)
+        until(lambda: len(own._late) == 1)
         for number in range(2):
             place = f"127.0.9.{number + 7}"
             other = stack.enter_context(closing(zmtp.connect(router.endpoint, address=place)))
@@ -113,7 +114,7 @@ def test_where_many_wait_one_more_comes_again_and_who_need_not_wait_is_let_in(
     with listening(fails=True) as (router, own, refused), ExitStack() as stack:
         stack.enter_context(closing(zmtp.connect(router.endpoint)))
         stack.enter_context(closing(zmtp.connect(router.endpoint, waits=False)))
-        _until(lambda: len(own._late) == 1)
+        until(lambda: len(own._late) == 1)
         for _ in range(2):  # also where it cannot be counted
             with pytest.raises(OSError, match=r"refused|expected|reset"):
                 zmtp.connect(router.endpoint)
@@ -132,13 +133,6 @@ def test_who_has_to_wait_is_let_in_at_last(monkeypatch: pytest.MonkeyPatch) -> N
         assert time.monotonic() - began_s >= 4 * 0.05
         assert sorted(_messages(router, 5)) == [b"0", b"1", b"2", b"3", b"4"]
         assert refused == []
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
 
 
 def _messages(router: Router, number: int) -> list[bytes]:
