@@ -31,7 +31,7 @@ from kvxfer.transfer.wire import (
 )
 from kvxfer.transports.channel import IN_USE, Bounds, Dealer, Router
 from kvxfer.transports.guard import is_own, nearest_endpoint, user_of
-from kvxfer.transports.visitors import LOOK_S, ManyParts
+from kvxfer.transports.visitors import DEALER_LOOK_S, ManyParts
 
 HARD_LIMIT_NBYTES = 64 << 20
 """ZeroMQ itself drops a connection that sends a larger frame; smaller ones are answered by us."""
@@ -133,7 +133,11 @@ class ControlServer:
         if not self.router.send(identity, frame):
             self._ledger.count("control.dropped")
         if isinstance(answer, Refuse | Found) and answer.reason in NO_GOOD:
-            self.router.visitors.refused(identity)
+            self.refused(identity)
+
+    def refused(self, identity: bytes) -> None:
+        """A request was no good, by its peer's own fault. Of many, the connection is warned."""
+        self.router.visitors.refused(identity)
 
     def speaker(self) -> str:
         """Where the message comes from that is being handled; "" for this host."""
@@ -237,7 +241,7 @@ class ControlClient:
         self.dealer = Dealer(
             context, config, bounds, nearest, server_key, word=encode(Ping()), reconnects=True
         )
-        self._inspecting = io.after(LOOK_S, self._inspect)
+        self._inspecting = io.after(DEALER_LOOK_S, self._inspect)
         io.watch(self.dealer.socket, self._read)
         io.watch(self.dealer.monitor, self._look)
 
@@ -285,7 +289,7 @@ class ControlClient:
             self._on_gone(self.endpoint, str(e))
 
     def _inspect(self) -> None:
-        self._inspecting = self._io.after(LOOK_S, self._inspect)
+        self._inspecting = self._io.after(DEALER_LOOK_S, self._inspect)
         try:
             self.dealer.inspect()
         except ProtocolError as e:

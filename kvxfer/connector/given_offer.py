@@ -9,7 +9,6 @@ ends.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -35,6 +34,7 @@ from kvxfer.transfer.session import (
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.windows import Keeping
 from kvxfer.transfer.wire import (
+    MAX_EARLY,
     Cancel,
     Consumer,
     Find,
@@ -308,26 +308,43 @@ def own_ids(
 
 MAX_PARKED, MAX_NBYTES = 4096, 64 << 20
 """Of all connections. A Find has 100 bytes, a Pull of a stream of 80 layers 5 KB."""
-MAX_OF_PEER, MAX_PEER_NBYTES = 512, 8 << 20
-"""Of one connection: as many requests wait at a large decode engine."""
+MAX_PEER_NBYTES = 8 << 20
+"""Of one connection, and MAX_EARLY."""
 
 Early = Find | Pull | Cancel
 Item = tuple[bytes, bytes]
 """A connection and what it has said: encoded, which is smaller, and of a known size."""
 
 
+@dataclass(slots=True)
+class _Held:
+    """What waits of one connection: for what, and as which item."""
+
+    items: set[tuple[bytes, Item]] = field(default_factory=set)
+    nbytes: int = 0
+
+
 class Parked:
     """Messages by what they wait for: a Find for a request of that name to be scheduled here, a
-    Pull until this rank, too, has heard of the nonce. ``late``: gets each one that has waited for
-    ``wait_s`` in vain. Anybody who is admitted can ask for what never comes, so what waits is
-    bounded for each connection and for all, in number, bytes and time.
+    Pull until this rank, too, has heard of the nonce. Anybody who is admitted can ask for what
+    never comes, so what waits is bounded for each connection and for all, in number, bytes and
+    time.
+
+    ``late``: gets each message that has waited for ``wait_s`` in vain, ``greedy`` each connection
+    that has no room left of its own and sends one more. Ours send no more than that.
     """
 
-    def __init__(self, io: IoThread, wait_s: float, late: Callable[[bytes, Early], None]) -> None:
-        self._io, self._wait_s, self._late = io, wait_s, late
+    def __init__(
+        self,
+        io: IoThread,
+        wait_s: float,
+        late: Callable[[bytes, Early], None],
+        greedy: Callable[[bytes], object],
+    ) -> None:
+        self._io, self._wait_s, self._late, self._greedy = io, wait_s, late, greedy
         self._waiting: dict[bytes, dict[Item, Timer]] = {}
-        self._num_of: Counter[bytes] = Counter()
-        self._nbytes_of: Counter[bytes] = Counter()
+        self._of_peer: dict[bytes, _Held] = {}
+        self._num, self._nbytes = 0, 0
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._waiting
@@ -337,12 +354,20 @@ class Parked:
         frame = encode(message)
         if (identity, frame) in self._waiting.get(key, ()):
             return True
-        if not self._has_room(identity, len(frame)):
+        held = self._of_peer.get(identity) or _Held()
+        if len(held.items) >= MAX_EARLY or held.nbytes + len(frame) > MAX_PEER_NBYTES:
+            self._greedy(identity)
             return False
-        timer = self._io.after(self._wait_s, self._expire, key, (identity, frame))
-        self._waiting.setdefault(key, {})[identity, frame] = timer
-        self._num_of[identity] += 1
-        self._nbytes_of[identity] += len(frame)
+        if self._num >= MAX_PARKED or self._nbytes + len(frame) > MAX_NBYTES:
+            return False
+        item = identity, frame
+        timer = self._io.after(self._wait_s, self._expire, key, item)
+        self._waiting.setdefault(key, {})[item] = timer
+        held.items.add((key, item))
+        held.nbytes += len(frame)
+        self._of_peer[identity] = held
+        self._num += 1
+        self._nbytes += len(frame)
         return True
 
     def take(self, key: bytes) -> list[tuple[bytes, Early]]:
@@ -352,19 +377,21 @@ class Parked:
             self._drop(key, item)
         return [(identity, _decoded(frame)) for identity, frame in items]
 
-    def gone(self, identity: bytes) -> None:
-        if self._num_of[identity]:
-            for key in list(self._waiting):
-                for item in [each for each in self._waiting[key] if each[0] == identity]:
-                    self._drop(key, item)
+    def forget_find(self, identity: bytes, cancel: Cancel) -> bool:
+        """Whether this takes back what the same connection has asked: who gives up what is not
+        found yet names it as its Find does.
+        """
+        request, life, digest = cancel.offer.nonce, cancel.incarnation, cancel.digest
+        item = identity, encode(Find(request, life, digest))
+        is_known = item in self._waiting.get(request, ())
+        if is_known:
+            self._drop(request, item)
+        return is_known
 
-    def _has_room(self, identity: bytes, nbytes: int) -> bool:
-        return (
-            self._num_of[identity] < MAX_OF_PEER
-            and self._nbytes_of[identity] + nbytes <= MAX_PEER_NBYTES
-            and self._num_of.total() < MAX_PARKED
-            and self._nbytes_of.total() + nbytes <= MAX_NBYTES
-        )
+    def gone(self, identity: bytes) -> None:
+        held = self._of_peer.get(identity)
+        for key, item in list(held.items) if held is not None else ():
+            self._drop(key, item)
 
     def _expire(self, key: bytes, item: Item) -> None:
         self._drop(key, item)
@@ -375,10 +402,13 @@ class Parked:
         items.pop(item).cancel()
         if not items:
             del self._waiting[key]
-        self._num_of[identity] -= 1
-        self._nbytes_of[identity] -= len(frame)
-        if not self._num_of[identity]:
-            del self._num_of[identity], self._nbytes_of[identity]
+        held = self._of_peer[identity]
+        held.items.remove((key, item))
+        held.nbytes -= len(frame)
+        self._num -= 1
+        self._nbytes -= len(frame)
+        if not held.items:
+            del self._of_peer[identity]
 
 
 def _decoded(frame: bytes) -> Early:

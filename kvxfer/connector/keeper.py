@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -22,8 +22,10 @@ from kvxfer.connector.records import FindOffer, FoundOffer, SourceRef
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import (
     GROWING,
+    MAX_EARLY,
     MAX_KEPT,
     PROTOCOL_MAX,
+    Cancel,
     Find,
     Found,
     Keep,
@@ -168,15 +170,30 @@ FRONT_DOOR = RankId(0, 0)
 
 
 _ANOTHER = Failure(Reason.TOKENS, "the source has another prompt under this id")
+_UNWANTED = Failure(Reason.CANCELLED, "no request looks for it any more")
 
 
 @dataclass(slots=True, eq=False)
 class _Wanted:
-    """One that is looked for. ``until_s``: when it is given up. ``is_found``: and not complete."""
+    """One that is looked for. ``until_s``: when it is given up. ``is_asked``: it may wait at its
+    source. ``is_found``: and not complete.
+    """
 
     until_s: float
+    is_asked: bool = False
     is_found: bool = False
     timer: Timer | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Room:
+    """What one source has of these questions: MAX_EARLY at most, or others wait here. The first of
+    the ``unwanted`` gives its place up then.
+    """
+
+    num_asked: int = 0
+    unwanted: OrderedDict[FindOffer, None] = field(default_factory=OrderedDict)
+    unasked: OrderedDict[FindOffer, None] = field(default_factory=OrderedDict)
 
 
 class Finder:
@@ -190,6 +207,8 @@ class Finder:
     Whoever chooses the params can give one id to several prompts, and an answer does not say for
     which of them it is. So one of them is asked for at a time, and the next one when that was not
     found.
+
+    A source has room for MAX_EARLY questions of a connection. The others wait here for their turn.
     """
 
     def __init__(self, around: Surroundings, peers: Peers) -> None:
@@ -198,16 +217,25 @@ class Finder:
         self._wanted: OrderedDict[FindOffer, _Wanted] = OrderedDict()
         self._turns: dict[OfferRef, list[FindOffer]] = {}
         """By the router's id; the source is asked for the first one."""
+        self._rooms: dict[bytes, _Room] = {}
+        """By the life of the source."""
 
     def find(self, order: FindOffer) -> None:
         """Look for it; anew, if it is looked for already."""
+        if not order.is_wanted:
+            self._unwant(replace(order, is_wanted=True))
+            return
         turns = self._turns.setdefault(order.source.offer, [])
         before = self._wanted.pop(order, None)
+        until_s = self._io.now() + self._config.early_wait_s + BEYOND_S
+        self._wanted[order] = _Wanted(until_s)
         if before is None:
             turns.append(order)
-        elif before.timer is not None:
-            before.timer.cancel()
-        self._wanted[order] = _Wanted(self._io.now() + self._config.early_wait_s + BEYOND_S)
+        else:
+            self._wanted[order].is_asked = before.is_asked
+            self._room(order).unwanted.pop(order, None)
+            if before.timer is not None:
+                before.timer.cancel()
         while len(self._wanted) > MAX_WANTED:
             detail = f"expected at most {MAX_WANTED} requests that are looked for, got another"
             self._lost(next(iter(self._wanted)), Failure(Reason.UNKNOWN, detail))
@@ -230,6 +258,7 @@ class Finder:
         else:
             wanted, wait_s = self._wanted[order], self._config.keep_s + self._config.early_wait_s
             wanted.is_found, wanted.until_s = True, self._io.now() + wait_s + BEYOND_S
+            self._make_room(order, wanted)
             source = replace(order.source, offer=found.offer, num_tokens=found.num_tokens)
             self._ledger.found(order.name, FoundOffer(source, found.is_complete))
             for other in others:
@@ -246,6 +275,10 @@ class Finder:
             return
         if wanted.timer is not None:
             wanted.timer.cancel()
+        if not (wanted.is_found or self._has_place(order, wanted)):
+            wanted.timer = self._io.after(wanted.until_s - self._io.now(), self._ask, order)
+            self._displace(self._room(order))
+            return
         again_s = self._config.keep_s if wanted.is_found else ASK_S
         wanted.timer = self._io.after(again_s, self._ask, order)
         peer = self._peers.known(order.source)
@@ -267,6 +300,68 @@ class Finder:
         source = order.source
         peer.send(FRONT_DOOR, Find(source.offer.nonce, self._incarnation, source.digest))
 
+    def _room(self, order: FindOffer) -> _Room:
+        return self._rooms.setdefault(order.source.offer.incarnation, _Room())
+
+    def _has_place(self, order: FindOffer, wanted: _Wanted) -> bool:
+        """Whether its source has room for the question; else it has its turn later."""
+        room = self._room(order)
+        if wanted.is_asked:
+            return True
+        if room.num_asked >= MAX_EARLY:
+            room.unasked[order] = None
+            return False
+        room.num_asked += 1
+        wanted.is_asked = True
+        return True
+
+    def _unwant(self, order: FindOffer) -> None:
+        """It is looked for until another one needs its place."""
+        wanted = self._wanted.get(order)
+        if wanted is None:
+            return
+        room = self._room(order)
+        if order in room.unasked:
+            self._lost(order, _UNWANTED)
+        elif wanted.is_asked:
+            room.unwanted[order] = None
+            if room.unasked:
+                self._displace(room)
+
+    def _displace(self, room: _Room) -> None:
+        """Another one needs a place. The source forgets the question that it is told of."""
+        if not room.unwanted:
+            return
+        order = next(iter(room.unwanted))
+        source, peer = order.source, self._peers.known(order.source)
+        if peer is not None:
+            digest = source.digest
+            peer.send(FRONT_DOOR, Cancel(source.offer, self._incarnation, Reason.CANCELLED, digest))
+        self._lost(order, _UNWANTED)
+
+    def _make_room(self, order: FindOffer, wanted: _Wanted) -> None:
+        """It waits no longer, at its source or here: the next one has its place, and is asked for
+        in a round of its own, because there may be thousands.
+        """
+        room = self._room(order)
+        room.unwanted.pop(order, None)
+        room.unasked.pop(order, None)
+        if wanted.is_asked and room.unasked:
+            following, _ = room.unasked.popitem(last=False)
+            self._wanted[following].is_asked = True
+            self._ask_at_once(following)
+        else:
+            room.num_asked -= wanted.is_asked
+        wanted.is_asked = False
+        if not room.num_asked:
+            del self._rooms[order.source.offer.incarnation]
+
+    def _ask_at_once(self, order: FindOffer) -> None:
+        wanted = self._wanted[order]
+        if wanted.timer is not None:
+            wanted.timer.cancel()
+        wanted.timer = self._io.after(0.0, self._ask, order)
+
     def _lost(self, order: FindOffer, failure: Failure) -> None:
         """It was not found, or will not be complete. A load that has begun has its own answer."""
         if order in self._wanted:
@@ -279,9 +374,10 @@ class Finder:
         wanted, turns = self._wanted.pop(order), self._turns[order.source.offer]
         if wanted.timer is not None:
             wanted.timer.cancel()
+        self._make_room(order, wanted)
         was_asked = turns[0] == order
         turns.remove(order)
         if not turns:
             del self._turns[order.source.offer]
         elif was_asked:
-            self._wanted[turns[0]].timer = self._io.after(0.0, self._ask, turns[0])
+            self._ask_at_once(turns[0])

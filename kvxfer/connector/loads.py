@@ -212,7 +212,10 @@ class LoadBook:
 
     def reject_early(self, request: RequestLike, source: SourceRef) -> None:
         """As :meth:`reject`, of a request that came early: its offer is found first."""
-        self._finds.append(FindOffer(self._early(request, source)))
+        find = FindOffer(self._early(request, source))
+        self._finds.append(find)
+        if find.name not in self._by_name:
+            self._finds.append(msgspec.structs.replace(find, is_wanted=False))
 
     def reject(self, request_id: str, source: SourceRef) -> None:
         """Its request will never run here."""
@@ -349,12 +352,14 @@ class LoadBook:
         """A search goes on without its request, so that what it finds is given up."""
         del self._by_id[request_id]
         if load.early is not None:
-            name = FindOffer(load.early).name
-            users = self._by_name.get(name, [])
+            find = FindOffer(load.early, is_wanted=False)
+            users = self._by_name.get(find.name, [])
             if request_id in users:
                 users.remove(request_id)
             if not users:
-                self._by_name.pop(name, None)
+                self._by_name.pop(find.name, None)
+                if load.state is LoadState.FINDING:
+                    self._finds.append(find)
 
     @property
     def num_open(self) -> int:

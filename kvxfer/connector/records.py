@@ -95,10 +95,12 @@ class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
 class FindOffer(msgspec.Struct, frozen=True):
     """Ask the source engine for the offer that a router has named. ``source.offer``: the name in
     the place of the nonce; ``source.digest``: of the whole prompt. Rank 0 asks, and answers with
-    :class:`FoundOffer`: again, if the offer is not complete when it is found.
+    :class:`FoundOffer`: again, if the offer is not complete when it is found. ``is_wanted``: by a
+    request here; else it is looked for to be given up, as long as that keeps no other one waiting.
     """
 
     source: SourceRef
+    is_wanted: bool = True
 
     @property
     def name(self) -> str:

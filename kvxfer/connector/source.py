@@ -172,7 +172,7 @@ class Source:
         self._over: OrderedDict[bytes, GivenOffer] = OrderedDict()
         self._by_request: dict[str, GivenOffer] = {}
         self._by_name: dict[bytes, GivenOffer] = {}
-        self._parked = Parked(io, config.early_wait_s, self._not_found)
+        self._parked = Parked(io, config.early_wait_s, self._not_found, server.refused)
         self._opening: list[tuple[GivenOffer, int, IsReady]] = []
         self._on_drained: Callable[[], object] | None = None
         self.num_held_blocks = 0
@@ -440,6 +440,8 @@ class Source:
     def _on_cancel(self, identity: bytes, cancel: Cancel) -> None:
         offer = self._find(cancel.offer)
         if isinstance(offer, Reason):
+            if offer is Reason.UNKNOWN and self._parked.forget_find(identity, cancel):
+                return
             self._ledger.count(f"cancel.{offer.value}")
             if offer is Reason.UNKNOWN and cancel.offer.nonce in self._parked:
                 self._parked.park(cancel.offer.nonce, identity, cancel)  # behind its Pull

@@ -171,7 +171,7 @@ class WorkerConnector:
             self._check(metadata.manifest)
         self._sending.update(metadata.delayed)
         if metadata.finds and self._identity.rank == RankId(0, 0):
-            self._finding.update(find.name for find in metadata.finds)
+            self._finding.update(find.name for find in metadata.finds if find.is_wanted)
         if not (metadata.loads or metadata.aborts):  # else with the loads: one wake, not two
             is_awaited = has_cached and service.source.awaits(metadata.offers)
             service.carry_out(metadata, begun=self._begun)

@@ -50,6 +50,10 @@ CAPABILITIES: Final = (VERIFY, PARTS)
 Id = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
+MAX_EARLY: Final = 512
+"""Messages of one connection that wait at a source for what they are about: as many requests wait
+at a large decode engine.
+"""
 MAX_KEPT: Final = 4096
 """Offers in one Keep: about 360 KB."""
 MAX_CLASSES: Final = 1024

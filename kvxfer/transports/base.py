@@ -32,7 +32,7 @@ from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Side
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports.visitors import LOOK_S
+from kvxfer.transports.visitors import DEALER_LOOK_S, LOOK_S
 
 TRIAL_NBYTES = 4 << 20
 """The large message of a trial: a millisecond or two, enough to tell one wire from another."""
@@ -416,7 +416,7 @@ class ReceivingSink(TakingSide):
 
     staging_nbytes: int = 0
     """Of all connections at the last ``inspect``; for metrics."""
-    look_s: float = LOOK_S
+    look_s: float = DEALER_LOOK_S
     """When ``inspect`` is due again."""
 
     @abstractmethod

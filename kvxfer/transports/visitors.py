@@ -49,10 +49,13 @@ MOST_PARTS = 8
 """Of a message, a ROUTER's identity included. Ours have three at most: who sends more than this is
 no peer, and whoever reads ends his connection.
 """
-LOOK_S = 0.25
+LOOK_S = 0.1
 """How often to look for backlogs. Empty parts, of 2 bytes each, fill 0.6 GB/s of memory at most, on
-two fast cores: 150 MB between two looks.
+two fast cores: 60 MB between two looks. With 0.25 s these parts took 400 MB and not 240, and one
+load in a hundred beside them up to 14 ms instead of 2.5.
 """
+DEALER_LOOK_S = 0.25
+"""The same of connections to those that this side has chosen, of which it may have hundreds."""
 LOOKED_AT_ONCE, LOOK_PARTS = 64, 8
 """Of more connections than that each look is made in parts, for one takes 3 us each: a load beside
 1,300 waited for 4 ms.
@@ -68,7 +71,7 @@ MOST_UNREAD = 64
 """
 MOST_REFUSED = 128
 """Requests of an address that were no good, between two looks; the last one is a warning. A peer of
-which each request is refused makes some dozens in that time. One that sent 40,000 pulls a second of
+which each request is refused makes a dozen in that time. One that sent 40,000 pulls a second of
 another prompt, and connected anew for every 50, kept a load waiting for 9 ms instead of 3.
 """
 MAX_WAITING = 4

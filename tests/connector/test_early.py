@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.connector import worker_side
-from kvxfer.connector.given_offer import MAX_OF_PEER
+from kvxfer.connector import given_offer, keeper, worker_side
 from kvxfer.connector.keeper import MAX_WANTED
 from kvxfer.connector.params import early_params, make_params, mint_request, prefill_params
 from kvxfer.connector.records import FindOffer, NewOffer, SourceRef
@@ -401,15 +400,131 @@ def test_an_engine_of_protocol_1_is_not_asked() -> None:
         assert sink.reasons() == {"incompatible": 1}
 
 
-def test_what_waits_is_bounded() -> None:
+def limit_questions(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """A source has room for so many of a connection; one more would be refused."""
+    for module in (given_offer, keeper):
+        monkeypatch.setattr(module, "MAX_EARLY", most)
+
+
+def moves(source: Side, sink: Side, prefill: Request, decode: Request) -> None:
+    """Decode, which has been waiting, finds what prefill computes now, and has it."""
+    begin(source, prefill)
+    source.step([(prefill, len(PROMPT))])
+    end(source, prefill)
+    load_found(sink, decode)
+    sink.until(lambda: decode.request_id in sink.finished)
+    assert sink.finished.pop(decode.request_id) is None
+    sink.finish(decode, "FINISHED_STOPPED")
+
+
+def is_asked(source: Side, decode: Request) -> bool:
+    assert decode.kv_transfer_params is not None
+    return awaits(source, decode.kv_transfer_params["kvxfer"]["request"])
+
+
+def test_a_source_is_asked_for_as_many_at_once_as_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit_questions(monkeypatch, 3)
     with sides() as (source, sink):
-        decodes = [pair_of(source, sink)[1] for _ in range(MAX_OF_PEER + 1)]
-        for decode in decodes:
+        pairs = [pair_of(source, sink) for _ in range(6)]
+        for _, decode in pairs:
             sink.scheduler.on_new_request(decode)
-        sink.until(lambda: any(is_found(sink, decode) for decode in decodes))
-        answers = [sink.ask(decode) for decode in decodes]
-        assert answers == [(None, False)] * MAX_OF_PEER + [(0, False)]
-        assert sink.reasons() == {"unknown": 1}
+        sink.until(lambda: is_asked(source, pairs[2][1]))
+        for number, (prefill, decode) in enumerate(pairs):
+            assert all(sink.ask(other) == (None, False) for _, other in pairs[number:])
+            sink.until(partial(is_asked, source, decode))
+            moves(source, sink, prefill, decode)
+        assert sink.reasons() == {}
+        assert source.engine.count("refused.unknown") == 0
+
+
+def test_prefill_that_comes_late_is_found_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its question waits behind one that is answered last."""
+    limit_questions(monkeypatch, 1)
+    with sides() as (source, sink):
+        (first, waits), (other, behind) = (pair_of(source, sink) for _ in range(2))
+        for decode in (waits, behind):
+            sink.scheduler.on_new_request(decode)
+        sink.until(lambda: is_asked(source, waits))
+        begin(source, other)
+        source.step([(other, len(PROMPT))])
+        end(source, other)
+        assert sink.ask(behind) == (None, False)
+        moves(source, sink, first, waits)
+        load_found(sink, behind)
+        sink.until(lambda: behind.request_id in sink.finished)
+        assert sink.finished == {behind.request_id: None}
+
+
+@pytest.mark.parametrize("comes", ["before", "behind"])
+@pytest.mark.parametrize("goes", ["ends", "is turned away"])
+def test_a_request_that_has_gone_keeps_no_other_waiting(
+    goes: str, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one comes ``before`` it goes, or ``behind``."""
+    limit_questions(monkeypatch, 1)
+    with sides() as (source, sink):
+        (_, gone), (prefill, decode) = (pair_of(source, sink) for _ in range(2))
+        if goes == "ends":
+            sink.scheduler.on_new_request(gone)
+        else:
+            sink.scheduler.reject_request(gone)
+        if goes == "ends" or comes == "behind":
+            sink.until(lambda: is_asked(source, gone))
+        if comes == "before":
+            sink.scheduler.on_new_request(decode)
+        if goes == "ends":
+            sink.finish(gone, "FINISHED_ABORTED")
+        if comes == "behind":
+            sink.step()
+            assert is_asked(source, gone)
+            sink.scheduler.on_new_request(decode)
+        sink.until(lambda: is_asked(source, decode))
+        assert not is_asked(source, gone)
+        moves(source, sink, prefill, decode)
+        assert sink.reasons() == {"cancelled": 1}
+        assert source.engine.count("refused.unknown") == 0
+
+
+def test_one_that_is_wanted_again_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_questions(monkeypatch, 1)
+    with sides() as (source, sink):
+        name = mint_request()
+        prefill, decode = pair_of(source, sink, name)
+        _, again = pair_of(source, sink, name)
+        again.request_id = "again"
+        last, other = pair_of(source, sink)
+        sink.scheduler.on_new_request(decode)
+        sink.until(lambda: is_asked(source, decode))
+        sink.finish(decode, "FINISHED_ABORTED")
+        sink.step()
+        sink.scheduler.on_new_request(again)
+        sink.step()
+        sink.scheduler.on_new_request(other)
+        sink.step()
+        moves(source, sink, prefill, again)
+        moves(source, sink, last, other)
+
+
+def test_of_those_that_wait_here_one_that_has_gone_is_never_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit_questions(monkeypatch, 1)
+    with sides() as (source, sink):
+        (first, asked), (_, gone), (prefill, decode) = (pair_of(source, sink) for _ in range(3))
+        for each in (asked, gone, decode):
+            sink.scheduler.on_new_request(each)
+        sink.until(lambda: is_asked(source, asked))
+        sink.finish(gone, "FINISHED_ABORTED")
+        sink.step()
+        begin(source, first)
+        source.step([(first, len(PROMPT))])
+        end(source, first)
+        load_found(sink, asked)
+        sink.until(lambda: is_asked(source, decode) or is_asked(source, gone))
+        assert not is_asked(source, gone)
+        moves(source, sink, prefill, decode)
 
 
 def test_two_requests_of_one_id_find_one_offer() -> None:

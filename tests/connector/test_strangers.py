@@ -20,8 +20,10 @@ from kvxfer.transfer.manifest import MAX_RANKS, RankId
 from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
 from kvxfer.transfer.wire import (
     MAX_CLASSES,
+    MAX_EARLY,
     MAX_KEPT,
     Consumer,
+    Find,
     Hello,
     Keep,
     Malformed,
@@ -449,6 +451,51 @@ def test_who_asks_again_and_again_for_what_it_is_not_given_has_to_wait(
             until(lambda: is_kept_out(engine.endpoint, AT_ONCE_S), 120)
         ping(other)
     engine.compute("held")
+
+
+@pytest.mark.parametrize("says", ["find", "pull"])
+def test_who_has_more_wait_than_may_has_to_wait_itself(
+    engine: Engine, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the first that is too much it is refused that one; with many it is warned, and then its
+    connection ends. What waited of it is forgotten, and others go on.
+    """
+    keep_penalties(monkeypatch)
+    monkeypatch.setattr(service_of(engine), "_inspect", lambda _: None)
+    let_look(engine)  # for the last time
+
+    def ask(first: int, last: int) -> bytes:
+        names = [b"%016d" % number for number in range(first, last)]
+        consumer = Consumer(b"k" * 16, RankId(0, 0))
+        pulls = [
+            Pull(
+                offer=OfferRef(name, engine.incarnation),
+                consumer=consumer,
+                claim=(consumer.rank,),
+                digest=b"d",
+                transport="zmq",
+                grows=True,
+            )
+            for name in names
+        ]
+        finds = [Find(name, consumer.incarnation, b"d") for name in names]
+        return b"".join(zmtp.frame(encode(each)) for each in (finds if says == "find" else pulls))
+
+    with dealer(engine.endpoint) as other, closing(zmtp.connect(engine.endpoint)) as peer:
+        ping(other)
+        beyond = MAX_EARLY + visitors.MOST_REFUSED
+        peer.sendall(ask(0, beyond - 1))
+        until(lambda: engine.count("refused.unknown") == visitors.MOST_REFUSED - 1)
+        assert not is_kept_out(engine.endpoint)
+        peer.sendall(ask(beyond - 1, beyond))
+        until(lambda: is_kept_out(engine.endpoint, AT_ONCE_S), 120)
+        with suppress(OSError):
+            peer.sendall(ask(beyond, beyond + visitors.MOST_REFUSED))
+        assert zmtp.has_ended(peer)
+        ping(other)
+        other.send(encode(Find(b"other", b"k" * 16, b"d")))
+        until(lambda: b"other" in service_of(engine).source._parked)
+        until(lambda: b"%016d" % 0 not in service_of(engine).source._parked)
 
 
 def test_probes_of_an_idle_port_keep_nobody_out(engine: Engine) -> None:
