@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import multiprocessing as mp
 import os
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -43,6 +45,21 @@ class Opened:
 
     def close(self) -> None:
         self.is_open = False
+
+
+def _has_socket_filters() -> bool:
+    """Whether the kernel takes a program of one instruction, which keeps all."""
+    take_all = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0xFFFFFFFF))
+    program = struct.pack("@HP", 1, ctypes.addressof(take_all))
+    with socket.create_server(("127.0.0.1", 0)) as server, suppress(OSError):
+        server.setsockopt(socket.SOL_SOCKET, 26, program)
+        return True
+    return False
+
+
+needs_socket_filters = pytest.mark.skipif(
+    not _has_socket_filters(), reason="needs a kernel with SO_ATTACH_FILTER"
+)
 
 
 def poisoned(

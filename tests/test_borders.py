@@ -62,6 +62,7 @@ _MACHINE = """
     integrations.vllm.worker.REPORTS_FAILED_REQUESTS tensors.device_launch._binaries
     tensors.device_launch._binary_of tensors.device_launch._launch_by_triton
     tensors.device_launch.launch_copy
+    transports.syn_filter._ATTACH
 """
 # Copies that write the wrong bytes, or take as long as a test wants
 _COPIES = """

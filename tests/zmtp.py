@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import closing, suppress
 
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 EMPTY_PART = b"\x01\x00"
@@ -14,10 +15,41 @@ READY = b"\x05READY"
 """The command that ends a handshake."""
 
 
-def open_tcp(endpoint: str, timeout_s: float = 30.0, address: str = "") -> socket.socket:
-    """A connection from this address of the host, on which nothing was said."""
+CONNECT_S = 2.0
+"""For a connection to this host. The kernel tries again after 1 s."""
+
+
+class KeptOut(ConnectionError):
+    """Nobody answers at this port."""
+
+
+def open_tcp(
+    endpoint: str, timeout_s: float = 30.0, address: str = "", connect_s: float = CONNECT_S
+) -> socket.socket:
+    """A connection from this address of the host, on which nothing was said. Raises KeptOut if it
+    does not stand after ``connect_s``.
+    """
     host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
-    return socket.create_connection((host, int(port)), timeout_s, (address, 0))
+    try:
+        peer = socket.create_connection((host, int(port)), connect_s, (address, 0))
+    except TimeoutError as exc:
+        raise KeptOut(f"{endpoint}: no answer within {connect_s:g} s") from exc
+    peer.settimeout(timeout_s)
+    return peer
+
+
+def flood(endpoint: str, address: str, says: bytes = b"") -> None:
+    """Connect, say so much and go, over and over, until this address is kept out."""
+    for _ in range(50_000):
+        try:
+            peer = open_tcp(endpoint, address=address)
+        except KeptOut:
+            return
+        with closing(peer), suppress(OSError):
+            if says:
+                peer.sendall(says)
+                has_ended(peer)
+    raise AssertionError(f"{address}: expected to be kept out, it never was")
 
 
 def connect(
@@ -27,11 +59,12 @@ def connect(
     address: str = "",
     *,
     waits: bool = True,
+    connect_s: float = CONNECT_S,
 ) -> socket.socket:
     """A DEALER (of that name) that has shaken hands without a key. ``waits``: for the answer.
     Raises OSError where it is refused.
     """
-    peer = open_tcp(endpoint, timeout_s, address)
+    peer = open_tcp(endpoint, timeout_s, address, connect_s)
     try:
         ready = READY + b"".join(
             bytes([len(key)]) + key + struct.pack(">I", len(value)) + value

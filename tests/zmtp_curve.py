@@ -68,13 +68,19 @@ class Seal:
 
 
 def connect(
-    endpoint: str, keys: Keys, timeout_s: float = 30.0, address: str = "", *, waits: bool = True
+    endpoint: str,
+    keys: Keys,
+    timeout_s: float = 30.0,
+    address: str = "",
+    *,
+    waits: bool = True,
+    connect_s: float = zmtp.CONNECT_S,
 ) -> tuple[socket.socket, Seal]:
     """A DEALER that has shaken hands. ``waits``: for the answer to its key. Raises OSError where it
     is refused.
     """
     public, secret = (z85.decode(key) for key in zmq.curve_keypair())
-    peer = zmtp.open_tcp(endpoint, timeout_s, address)
+    peer = zmtp.open_tcp(endpoint, timeout_s, address, connect_s)
     try:
         peer.sendall(_GREETING)
         number = bytes(7) + b"\1"

@@ -149,9 +149,9 @@ METRICS = (
     _gauge("draining", "0 or 1", "rank", "1: this rank takes nothing new, because it drains."),
     _counter("connections_refused", "connections", "reason",
              "Connections refused: by address, user or CURVE key, token of tcp, in the handshake, "
-             "as a penalty, or because too many came (pace).",
+             "as a penalty, or because too many came (pace). flood: an address is kept out.",
              r"[^.]+\.refused\.(.+)",
-             ("address", "user", "key", "token", "handshake", "penalty", "pace")),
+             ("address", "user", "key", "token", "handshake", "penalty", "pace", "flood")),
     _gauge("board_on", "0 or 1", "rank", "1: this rank shows its offers on a board."),
     _gauge("boards_open", "boards", "rank", "Boards of peers that this rank looks at."),
     _counter("board_events", "events", "event",

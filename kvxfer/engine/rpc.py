@@ -179,7 +179,8 @@ class RpcServer:
     @property
     def wait_ms(self) -> int | None:
         """After which :meth:`receive` is to be called though nothing can be read; None: never."""
-        return math.ceil(self._visitors.look_s * 1000) if len(self._visitors) else None
+        has_to_look = len(self._visitors) or self._visitors.keeps_out
+        return math.ceil(self._visitors.look_s * 1000) if has_to_look else None
 
     def receive(self) -> list[tuple[bytes, ToEngine]]:
         """Never blocks; to be called when the socket or ``monitor`` can be read, and after

@@ -26,6 +26,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from operator import itemgetter
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -37,6 +39,7 @@ from kvxfer.bounded import Bounded
 from kvxfer.config import Config
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports.key_folder import accepted_keys, short
+from kvxfer.transports.syn_filter import MOST_SHUT, SynFilter
 
 MAX_WARNED = 16
 """Addresses that are warned of within a minute, each once."""
@@ -175,11 +178,13 @@ class Penalties:
         }
         return max(late.items(), key=itemgetter(1), default=("", 0))
 
-    def add(self, address: str, now_s: float) -> None:
+    def add(self, address: str, now_s: float) -> float:
+        """Returns until when it lasts."""
         until_s, length_s = self._by_address.pop(address, _NEVER)
         is_known = now_s < until_s + FORGET_S
         length_s = min(2 * length_s, MOST_PENALTY_S) if is_known else PENALTY_S
         self._by_address[address] = now_s + length_s, length_s
+        return now_s + length_s
 
     def holds(self, address: str, now_s: float) -> bool:
         return now_s < self._by_address.get(address, _NEVER)[0]
@@ -193,13 +198,65 @@ def penalties_of(context: zmq.Context[zmq.Socket[bytes]]) -> Penalties:
     return _penalties.setdefault(context, Penalties())
 
 
+class Floods:
+    """Addresses that flood the listeners of a context with connections. The kernel drops what they
+    send to those, with the times of penalties: see :mod:`kvxfer.transports.syn_filter`. Any thread.
+
+    ``on_shut`` is called for each time that one begins.
+    """
+
+    def __init__(self) -> None:
+        self.filter = SynFilter()
+        self.on_shut: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+        self._times = Penalties()
+        self._until_s: dict[str, float] = {}
+        self._warned: LogLimit[str] = LogLimit(MAX_WARNED)
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def shut(self, address: str, now_s: float) -> None:
+        """Nothing changes where the kernel does not do that, or it is shut: what comes now was
+        accepted before.
+        """
+        with self._lock:
+            if address in self._until_s or len(self._until_s) >= MOST_SHUT:
+                return
+            if not self.filter.keep_out([*self._until_s, address]):
+                return
+            self._until_s[address] = until_s = self._times.add(address, now_s)
+        with suppress(Exception):  # a counter that fails ends no guard
+            self.on_shut()
+        if self._warned.note(address, now_s):
+            text = "%s floods this engine with connections, and is kept out for %g s; is it one?"
+            _log.warning(text, address, until_s - now_s)
+
+    def open_due(self, now_s: float) -> None:
+        """Let in again whose time is over."""
+        with self._lock:
+            over = [each for each, until_s in self._until_s.items() if until_s <= now_s]
+            for address in over:
+                del self._until_s[address]
+            if over:
+                self.filter.keep_out(self._until_s)
+
+
+_floods: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], Floods] = WeakKeyDictionary()
+
+
+def floods_of(context: zmq.Context[zmq.Socket[bytes]]) -> Floods:
+    """The guard and the listeners tell it whom they see, on different threads."""
+    return _floods.setdefault(context, Floods())
+
+
 class Guard:
     """Decides about every connection to the listeners of one context. It has a thread of its own,
     so a busy IO thread does not delay handshakes. Make it before the listeners bind; it ends with
     the context.
 
     ``on_refused`` is called on that thread for each connection that was refused, with the reason in
-    a word: user, key, address, penalty or pace.
+    a word: user, key, address, penalty or pace. "flood" is an address that the kernel keeps out.
     """
 
     def __init__(
@@ -215,6 +272,8 @@ class Guard:
         self._judged: Bounded[str, str | None] = Bounded(_MAX_JUDGED)
         """Addresses, where no keys are set: to compare one with ranges takes 20 us."""
         self._pace = Pace()
+        self._floods = floods_of(context)
+        self._floods.on_shut = partial(on_refused, "flood")
         self._late: list[tuple[float, int, list[bytes]]] = []
         """Requests that wait: when each is due, and in which order they came."""
         self._numbers = itertools.count()
@@ -252,6 +311,8 @@ class Guard:
             self._judge(frames)
         elif due_s is None or len(self._late) >= MOST_LATE:
             self._judge(frames, is_late=True)
+            if due_s is None:
+                self._floods.shut(address, now_s)
         else:
             heapq.heappush(self._late, (due_s, next(self._numbers), frames))
 

@@ -19,7 +19,7 @@ import msgspec
 
 from kvxfer.engine.group import forkserver
 from tests.chaos.network import enter_network
-from tests.hostile.cases import CASES, Fate, Target, address_of, attack
+from tests.hostile.cases import CASES, Fate, Target, Waits, address_of, attack
 
 BESIEGING = tuple(
     number
@@ -89,5 +89,5 @@ def _attack_all(orders: Connection, network: int) -> None:
             fate = Fate.REFUSED
             # The target may have been killed, or stand still
             with suppress(OSError, ValueError):
-                fate = attack(CASES[order.case], order.target, order.address, wait_s=WAIT_S)
+                fate = attack(CASES[order.case], order.target, order.address, waits=Waits(WAIT_S))
             orders.send(fate is not Fate.REFUSED)

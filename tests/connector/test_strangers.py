@@ -52,6 +52,7 @@ from tests.connector.rig import (
     until,
 )
 from tests.far_peers import count_as_far, limit_descriptors, use_tcp
+from tests.helpers import needs_socket_filters
 
 ONE = EngineShape()
 PORTS = ["control", "data"]
@@ -496,6 +497,52 @@ def test_who_has_more_wait_than_may_has_to_wait_itself(
         other.send(encode(Find(b"other", b"k" * 16, b"d")))
         until(lambda: b"other" in service_of(engine).source._parked)
         until(lambda: b"%016d" % 0 not in service_of(engine).source._parked)
+
+
+BAD, GOOD = "127.0.9.1", "127.0.9.2"
+
+
+@needs_socket_filters
+@pytest.mark.parametrize("port", PORTS)
+@pytest.mark.parametrize("says", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64)])
+def test_who_floods_a_port_is_kept_out_by_the_kernel(
+    engine: Engine,
+    port: str,
+    says: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of both ports; what stands of it goes on, and so do others."""
+    keep_penalties(monkeypatch)
+    with closing(zmtp.connect(engine.endpoint, address=BAD)) as stood:
+        zmtp.flood(port_of(engine, port), BAD, says)
+        until(lambda: engine.count("connections.refused.flood") == 1)
+        for other in PORTS:
+            with pytest.raises(zmtp.KeptOut):
+                zmtp.open_tcp(port_of(engine, other), address=BAD, connect_s=0.3)
+            zmtp.connect(port_of(engine, other), address=GOOD).close()
+        stood.sendall(zmtp.frame(encode(Ping())))
+        assert stood.recv(1)
+    assert f"{BAD} floods this engine with connections" in caplog.text
+
+
+@needs_socket_filters
+def test_who_was_kept_out_may_come_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "PENALTY_S", 0.5)
+    while not engine.count("connections.refused.flood"):
+        with suppress(zmtp.KeptOut):
+            zmtp.open_tcp(engine.endpoint, address=BAD, connect_s=0.1).close()
+
+    def is_let_in() -> bool:
+        with suppress(zmtp.KeptOut):
+            zmtp.open_tcp(engine.endpoint, address=BAD, connect_s=0.1).close()
+            return True
+        return False
+
+    until(is_let_in)
+    with closing(zmtp.connect(engine.endpoint, address=BAD)) as peer:
+        peer.sendall(zmtp.frame(encode(Ping())))
+        assert peer.recv(1)
 
 
 def test_probes_of_an_idle_port_keep_nobody_out(engine: Engine) -> None:

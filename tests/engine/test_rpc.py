@@ -30,10 +30,12 @@ from kvxfer.engine.rpc import (
 )
 from kvxfer.errors import ConfigError, PeerLost, ProtocolError
 from kvxfer.transfer import wire
+from kvxfer.transports import guard
 from kvxfer.transports.key_folder import ADD, USE, make_keys, rotate_keys
 from kvxfer.transports.visitors import LOOK_S, MESSAGES_PER_TURN
 from tests import zmtp
-from tests.helpers import free_port
+from tests.connector.rig import until
+from tests.helpers import free_port, needs_socket_filters
 from tests.rpc_messages import DONE, INFO
 from tests.wiretap import Wiretap
 
@@ -208,6 +210,18 @@ def test_a_message_without_an_end_is_ended(engine: Engine) -> None:
             for _ in range(1000):
                 peer.sendall(part)
         assert client.ask(30) == INFO
+
+
+@needs_socket_filters
+def test_it_looks_until_who_was_kept_out_is_let_in(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nobody is connected."""
+    monkeypatch.setattr(guard, "PENALTY_S", 4.0)  # longer than the kernel needs to try again
+    assert engine.server.wait_ms is None
+    zmtp.flood(engine.endpoint, "127.0.9.1")
+    until(lambda: engine.server.wait_ms is None)
+    zmtp.connect(engine.endpoint, address="127.0.9.1").close()
 
 
 @given(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -42,6 +42,8 @@ from tests import zmtp, zmtp_curve
 
 WAIT_S = 60
 LISTEN_S = 0.02
+SOON_S = 0.2
+"""Who comes again at once does not wait for longer until a connection stands."""
 DEEP = b"\x91" * 60_000
 FEW_NBYTES = 16 << 20
 """Of memory, in which some connections and short messages have room."""
@@ -349,7 +351,7 @@ def _of_both_ports() -> Iterator[Case]:
             fate=_REFUSED,
             number=10_000,
             most_nbytes=_MANY_NBYTES,
-            counts=("connections.refused.penalty",),
+            one_of=("connections.refused.penalty", "connections.refused.flood"),
             slow=True,
         )
 
@@ -463,21 +465,32 @@ def attack_by_number(number: int, target: Target, address: str) -> Fate:
     return attack(CASES[number], target, address, LISTEN_S)
 
 
+class Waits(NamedTuple):
+    """``answer_s``: for each answer; ``connect_s``: for a connection, which never stands if the
+    kernel keeps this address out.
+    """
+
+    answer_s: float = WAIT_S
+    connect_s: float = zmtp.CONNECT_S
+
+
+_WAITS = Waits()
+
+
 def attack(
-    case: Case, target: Target, address: str, listen_s: float = 0.0, wait_s: float = WAIT_S
+    case: Case, target: Target, address: str, listen_s: float = 0.0, waits: Waits = _WAITS
 ) -> Fate:
     """Carry one round out, and say what came of its connections. ``listen_s``: who is answered goes
     when he has heard nothing for so long; one that goes before resets the connection, and then what
-    it has sent may be thrown away. ``wait_s``: for each answer.
+    it has sent may be thrown away.
     """
     if not case.is_let_in:
-        fates = {_knock(case, target, place, wait_s) for place in _places(case, address)}
-        return Fate.REFUSED if fates == {Fate.REFUSED} else Fate.ANSWERED
+        return _knocked(case, target, address, waits)
     with ExitStack() as stack:
         peers = []
         for place in _places(case, address):
             try:
-                peer, seal = _open(case, target, place, wait_s)
+                peer, seal = _open(case, target, place, waits)
             except ConnectionError:
                 return Fate.REFUSED
             peers.append((stack.enter_context(closing(peer)), seal))
@@ -497,28 +510,44 @@ def _places(case: Case, address: str) -> Iterator[str]:
 
 
 def _open(
-    case: Case, target: Target, address: str, wait_s: float
+    case: Case, target: Target, address: str, waits: Waits
 ) -> tuple[socket.socket, zmtp_curve.Saying]:
     """A connection, and how what is sent over it is said. Who will be refused does not wait."""
     endpoint = target.control if case.port == "control" else target.data
+    wait_s, connect_s = waits
     if case.is_raw:
-        return zmtp.open_tcp(endpoint, wait_s, address=address), bytes
+        return zmtp.open_tcp(endpoint, wait_s, address, connect_s), bytes
+    is_let_in = case.is_let_in
     if case.setting.key == "none":
-        return zmtp.connect(endpoint, wait_s, address=address, waits=case.is_let_in), bytes
+        peer = zmtp.connect(endpoint, wait_s, address=address, waits=is_let_in, connect_s=connect_s)
+        return peer, bytes
     public, secret = (key.decode() for key in zmq.curve_keypair())
     *stolen, server = target.keys
     if case.setting.key == "pinned":
         public, secret = stolen
     keys = zmtp_curve.keys_of(public, secret, server)
-    return zmtp_curve.connect(endpoint, keys, wait_s, address, waits=case.is_let_in)
+    return zmtp_curve.connect(endpoint, keys, wait_s, address, waits=is_let_in, connect_s=connect_s)
 
 
-def _knock(case: Case, target: Target, address: str, wait_s: float) -> Fate:
+def _knocked(case: Case, target: Target, address: str, waits: Waits) -> Fate:
+    """What comes of all its connections; who is kept out makes no more of them."""
+    for place in _places(case, address):
+        try:
+            if _knock(case, target, place, waits) is not Fate.REFUSED:
+                return Fate.ANSWERED
+        except zmtp.KeptOut:
+            break
+    return Fate.REFUSED
+
+
+def _knock(case: Case, target: Target, address: str, waits: Waits) -> Fate:
     """One connection that sends all that it has behind its handshake, and then looks for an answer
     to that.
     """
     try:
-        peer, seal = _open(case, target, address, wait_s)
+        peer, seal = _open(case, target, address, waits)
+    except zmtp.KeptOut:
+        raise
     except ConnectionError:
         return Fate.REFUSED
     came = b""
@@ -557,7 +586,7 @@ def repeat(case: Case, target: Target, address: str, on_round: Callable[[], obje
     """Round after round until the process is ended: as an attacker that comes back at once."""
     while True:
         try:
-            attack(case, target, address)
+            attack(case, target, address, waits=Waits(connect_s=SOON_S))
         except OSError:
             time.sleep(0.01)
         on_round()

@@ -792,6 +792,8 @@ NO_INPUT: Mapping[str, str] = {
     "transports/tcp_listener.py:numeric": "the kernel reads it; test_tcp_pipe has what is none",
     "transports/tcp_pipe.py:TcpSinkLane._serve": "512 bytes, each field is tried by test_tcp_pipe",
     "transports/ucx_library.py:Ucx.connect": "test_native_peers: a process ends if it is wrong",
+    "transports/syn_filter.py:_parsed": "an address that the kernel or ZeroMQ has told",
+    "transports/syn_filter.py:program_of": "the bytes of such an address",
     "transports/visitors.py:_received": "a record of the kernel",
     "transports/visitors.py:Visitors._take_events": "an event of ZeroMQ",
     "transports/visitors.py:Visitors._has_ended": "a number that the ROUTER gave",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from kvxfer.config import Config
 from kvxfer.transports import guard
 from kvxfer.transports.channel import Bounds, Router
-from kvxfer.transports.guard import Guard, Pace
+from kvxfer.transports.guard import Floods, Guard, Pace
+from kvxfer.transports.syn_filter import MOST_SHUT
 from tests import zmtp
 from tests.connector.rig import until
+from tests.helpers import needs_socket_filters
 
 WAIT_S = 120.0
 
@@ -101,7 +104,7 @@ def test_who_makes_many_waits_and_other_addresses_do_not(monkeypatch: pytest.Mon
         assert sorted(_messages(router, 3)) == [b"first", b"other", b"other"]
         with pytest.raises(OSError, match=r"refused|expected|reset"):
             zmtp.connect(router.endpoint)  # two intervals late
-        assert refused == ["pace"]
+        assert refused[0] == "pace"  # and perhaps the address is kept out from now on
 
 
 def test_where_many_wait_one_more_comes_again_and_who_need_not_wait_is_let_in(
@@ -120,6 +123,55 @@ def test_where_many_wait_one_more_comes_again_and_who_need_not_wait_is_let_in(
                 zmtp.connect(router.endpoint)
         zmtp.connect(router.endpoint, address="127.0.9.7").close()
         assert refused == ["pace"] * 2
+
+
+@needs_socket_filters
+def test_who_is_too_late_is_kept_out_and_another_address_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "PROMPT", 1)
+    monkeypatch.setattr(guard, "PACE_S", WAIT_S)
+    monkeypatch.setattr(guard, "MOST_LATE_S", 0.5 * WAIT_S)
+    monkeypatch.setattr(guard, "PENALTY_S", WAIT_S)
+    with listening() as (router, own, refused):
+        router.visitors.meet()
+        zmtp.connect(router.endpoint, address="127.0.9.1").close()
+        with pytest.raises(OSError, match=r"refused|expected|reset"):
+            zmtp.connect(router.endpoint, address="127.0.9.1")
+        until(lambda: refused == ["pace", "flood"])
+        with pytest.raises(zmtp.KeptOut):
+            zmtp.open_tcp(router.endpoint, address="127.0.9.1", connect_s=0.3)
+        zmtp.connect(router.endpoint, address="127.0.9.2").close()
+        assert len(own._floods) == 1
+
+
+@needs_socket_filters
+def test_each_time_takes_twice_as_long_and_so_many_are_kept_out_at_most() -> None:
+    floods = Floods()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        floods.filter.watch(server.fileno())
+        now_s = 1000.0
+        for length_s in (1, 2, 4, 8, 16, 30, 30):
+            floods.shut("10.0.0.1", now_s)
+            floods.shut("10.0.0.1", now_s + 0.5)  # of what was accepted before
+            floods.open_due(now_s + length_s - 0.01)
+            assert len(floods) == 1
+            now_s += length_s
+            floods.open_due(now_s)
+            assert len(floods) == 0
+        for number in range(2 * MOST_SHUT):
+            floods.shut(f"10.0.1.{number}", now_s)
+        assert len(floods) == MOST_SHUT
+
+
+def test_nobody_is_kept_out_who_has_no_address() -> None:
+    """A process of another user, over the Unix socket; nor where there is no listener."""
+    floods = Floods()
+    floods.shut("10.0.0.1", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        floods.filter.watch(server.fileno())
+        floods.shut("localhost:1000:1000:7", 1.0)
+    assert len(floods) == 0
 
 
 def test_who_has_to_wait_is_let_in_at_last(monkeypatch: pytest.MonkeyPatch) -> None:

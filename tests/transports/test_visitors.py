@@ -15,11 +15,13 @@ import zmq
 from kvxfer.transports import visitors as visitors_module
 from kvxfer.transports.visitors import (
     EVENT,
+    LEAST_SEEN,
     LOOK_PARTS,
     LOOK_S,
     LOOKED_AT_ONCE,
     MESSAGES_PER_TURN,
     MOST_LAST_WORDS,
+    MOST_MUTE,
     MOST_PARTS,
     TURN_S,
     Backlog,
@@ -272,10 +274,73 @@ def test_a_listener_takes_no_more_connections_than_somebody_looks_at(
     made = knock(router, 2 * (most + backlog), wait_s=0.5)
     assert made <= most + backlog + 2
     until(visitors.meet)
-    with closing(zmtp.connect(endpoint_of(router))) as peer:
+    with closing(zmtp.connect(endpoint_of(router), address="127.0.9.7")) as peer:
         peer.sendall(zmtp.frame(b"x"))
         assert router.poll(120_000)
         assert len(turn(inbox)) == 1
+
+
+BUSY, OTHER, THIRD, UNSEEN = "127.0.9.1", "127.0.9.2", "127.0.9.3", ""
+
+
+@pytest.mark.parametrize(
+    ("ended", "shut"),
+    [
+        ([BUSY] * MOST_MUTE, [BUSY]),
+        ([BUSY] * (MOST_MUTE - 1), []),
+        ([UNSEEN] * (MOST_MUTE - LEAST_SEEN) + [BUSY] * LEAST_SEEN, [BUSY]),
+        ([UNSEEN] * MOST_MUTE + [BUSY] * (LEAST_SEEN - 1), []),
+        ([UNSEEN] * MOST_MUTE + [OTHER] * (LEAST_SEEN - 1) + [BUSY] * LEAST_SEEN, [BUSY]),
+        ([OTHER] * MOST_MUTE + [BUSY] * MOST_MUTE, [OTHER, BUSY]),
+        ([UNSEEN] * 3 * MOST_MUTE, []),
+        ([BUSY, OTHER, THIRD] * MOST_MUTE, []),
+        ([BUSY, OTHER, BUSY] * MOST_MUTE, [BUSY] * 2),
+        ([BUSY, OTHER] * MOST_MUTE, [BUSY]),
+        ([BUSY] * MOST_MUTE * 2, [BUSY] * 2),
+    ],
+)
+def test_of_connections_that_say_nothing_most_are_of_one_address_or_nobody_is_kept_out(
+    visitors: Visitors, ended: list[str], shut: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(visitors._floods, "shut", lambda address, _: told.append(address))
+    for address in ended:
+        visitors._count_mute(address)
+    assert told == shut
+
+
+def test_a_look_begins_to_count_anew(
+    visitors: Visitors, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(visitors._floods, "shut", lambda address, _: told.append(address))
+    for _ in range(4):
+        for address in [UNSEEN] * (MOST_MUTE - LEAST_SEEN) + [BUSY] * (LEAST_SEEN - 1):
+            visitors._count_mute(address)
+        visitors.look(inbox.take_empty)
+    for address in [UNSEEN] * MOST_MUTE + [BUSY] * (LEAST_SEEN - 1):
+        visitors._count_mute(address)
+    assert told == []
+
+
+def test_who_speaks_or_gives_way_is_no_flood(
+    router: Socket, visitors: Visitors, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that were heard, and those that this side has ended to make room."""
+    told: list[str] = []
+    monkeypatch.setattr(visitors._floods, "shut", lambda address, _: told.append(address))
+    monkeypatch.setattr(visitors_module, "MOST_OF_ADDRESS", 2)
+    peers = []
+    for number in range(2 * MOST_MUTE):
+        peers.append(zmtp.connect(endpoint_of(router)))
+        if number % 2:
+            peers[-1].sendall(zmtp.frame(b"x"))
+            until(lambda: turn(inbox))
+        visitors.meet()
+    for peer in peers:
+        peer.close()
+    until(lambda: visitors.meet() and not len(visitors))
+    assert told == []
 
 
 def test_a_listener_is_closed_of_which_nobody_has_read(router: Socket) -> None:
