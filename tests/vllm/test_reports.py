@@ -739,15 +739,17 @@ def early_of_another() -> dict[str, Any]:
     return early
 
 
-@pytest.mark.parametrize(("token", "reason"), [(0, "cancelled"), (-1, "bad_params")])
+@pytest.mark.parametrize(
+    ("token", "reason", "wanted"), [(0, "cancelled", [True, False]), (-1, "bad_params", [])]
+)
 def test_an_early_request_that_is_turned_away_is_looked_for(
-    make_rig: MakeRig, token: int, reason: str
+    make_rig: MakeRig, token: int, reason: str, wanted: list[bool]
 ) -> None:
-    """Whatever its tokens are: vLLM does not look at them first."""
+    """Whatever its tokens are: vLLM does not look at them first. No request waits for it."""
     rig = make_rig()
     rig.request("d", [token], early_of_another(), abort_immediately=True)
     rig.abort("d")
-    assert len(rig.step().finds) == (1 if reason == "cancelled" else 0)
+    assert [find.is_wanted for find in rig.step().finds] == wanted
     assert rig.is_quiet()
     assert rig.stats["requests_plain"] == {reason: 1}
 
