@@ -42,6 +42,10 @@ from tests import zmtp, zmtp_curve
 
 WAIT_S = 60
 LISTEN_S = 0.02
+PUT_OFF_S = 5.0
+"""ZeroMQ keeps a connection that is told to come later until its handshake has lasted too long, and
+says nothing. 250 a second are answered.
+"""
 SOON_S = 0.2
 """Who comes again at once does not wait for longer until a connection stands."""
 DEEP = b"\x91" * 60_000
@@ -486,12 +490,14 @@ def attack(
     """
     if not case.is_let_in:
         return _knocked(case, target, address, waits)
+    if case.fate is Fate.REFUSED:
+        waits = Waits(min(waits.answer_s, PUT_OFF_S), waits.connect_s)
     with ExitStack() as stack:
         peers = []
         for place in _places(case, address):
             try:
                 peer, seal = _open(case, target, place, waits)
-            except ConnectionError:
+            except (ConnectionError, TimeoutError):
                 return Fate.REFUSED
             peers.append((stack.enter_context(closing(peer)), seal))
             try:
