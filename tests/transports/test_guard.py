@@ -88,10 +88,17 @@ def listening(*, fails: bool = False) -> Iterator[tuple[Router, Guard, list[str]
     own.join()
 
 
-def test_who_makes_many_waits_and_other_addresses_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def answer_one_each(
+    pace_s: float, monkeypatch: pytest.MonkeyPatch, most_late_s: float = guard.MOST_LATE_S
+) -> None:
+    """Of an address: one at once, one more in each interval, and who would wait longer goes."""
     monkeypatch.setattr(guard, "PROMPT", 1)
-    monkeypatch.setattr(guard, "PACE_S", WAIT_S)
-    monkeypatch.setattr(guard, "MOST_LATE_S", 1.5 * WAIT_S)
+    monkeypatch.setattr(guard, "PACE_S", pace_s)
+    monkeypatch.setattr(guard, "MOST_LATE_S", most_late_s)
+
+
+def test_who_makes_many_waits_and_other_addresses_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer_one_each(WAIT_S, monkeypatch, most_late_s=1.5 * WAIT_S)
     with listening() as (router, own, refused), ExitStack() as stack:
         first = stack.enter_context(closing(zmtp.connect(router.endpoint)))
         stack.enter_context(closing(zmtp.connect(router.endpoint, waits=False)))
@@ -110,9 +117,7 @@ def test_who_makes_many_waits_and_other_addresses_do_not(monkeypatch: pytest.Mon
 def test_where_many_wait_one_more_comes_again_and_who_need_not_wait_is_let_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guard, "PROMPT", 1)
-    monkeypatch.setattr(guard, "PACE_S", WAIT_S)
-    monkeypatch.setattr(guard, "MOST_LATE_S", 9 * WAIT_S)
+    answer_one_each(WAIT_S, monkeypatch, most_late_s=9 * WAIT_S)
     monkeypatch.setattr(guard, "MOST_LATE", 1)
     with listening(fails=True) as (router, own, refused), ExitStack() as stack:
         stack.enter_context(closing(zmtp.connect(router.endpoint)))
@@ -129,9 +134,7 @@ def test_where_many_wait_one_more_comes_again_and_who_need_not_wait_is_let_in(
 def test_who_is_too_late_is_kept_out_and_another_address_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guard, "PROMPT", 1)
-    monkeypatch.setattr(guard, "PACE_S", WAIT_S)
-    monkeypatch.setattr(guard, "MOST_LATE_S", 0.5 * WAIT_S)
+    answer_one_each(WAIT_S, monkeypatch, most_late_s=0.5 * WAIT_S)
     monkeypatch.setattr(guard, "PENALTY_S", WAIT_S)
     with listening() as (router, own, refused):
         router.visitors.meet()
@@ -175,8 +178,7 @@ def test_nobody_is_kept_out_who_has_no_address() -> None:
 
 
 def test_who_has_to_wait_is_let_in_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "PROMPT", 1)
-    monkeypatch.setattr(guard, "PACE_S", 0.05)
+    answer_one_each(0.05, monkeypatch)
     with listening() as (router, _, refused), ExitStack() as stack:
         began_s = time.monotonic()
         for number in range(5):
