@@ -224,6 +224,7 @@ class Floods:
             if address in self._until_s or len(self._until_s) >= MOST_SHUT:
                 return
             if not self.filter.keep_out([*self._until_s, address]):
+                self.filter.keep_out(self._until_s)  # also from a listener that comes later
                 return
             self._until_s[address] = until_s = self._times.add(address, now_s)
         with suppress(Exception):  # a counter that fails ends no guard

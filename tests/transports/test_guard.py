@@ -168,11 +168,12 @@ def test_each_time_takes_twice_as_long_and_so_many_are_kept_out_at_most() -> Non
 
 
 def test_nobody_is_kept_out_who_has_no_address() -> None:
-    """A process of another user, over the Unix socket; nor where there is no listener."""
+    """A process of another user, over the Unix socket; nor where there is no listener yet."""
     floods = Floods()
-    floods.shut("10.0.0.1", 1.0)
+    floods.shut("127.0.9.1", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         floods.filter.watch(server.fileno())
+        zmtp.open_tcp(f"tcp://127.0.0.1:{server.getsockname()[1]}", address="127.0.9.1").close()
         floods.shut("localhost:1000:1000:7", 1.0)
     assert len(floods) == 0
 
