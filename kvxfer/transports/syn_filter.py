@@ -49,7 +49,7 @@ class SynFilter:
     def watch(self, fd: int) -> None:
         """It listens from now on; of one that does not listen for TCP nothing is kept."""
         self._listeners.add(fd)
-        self._set_program(fd)
+        self._apply(fd)
 
     def forget(self, fd: int) -> None:
         """Before it is closed: another socket gets the descriptor."""
@@ -58,11 +58,11 @@ class SynFilter:
     def keep_out(self, addresses: Collection[str]) -> bool:
         """These, and no others. False if no listener can do that."""
         self._program = program_of(addresses)
-        return any([self._set_program(fd) for fd in list(self._listeners)])
+        return any([self._apply(fd) for fd in list(self._listeners)])
 
-    def _set_program(self, fd: int) -> bool:
+    def _apply(self, fd: int) -> bool:
         try:
-            with _lent(fd) as socket:
+            with lent(sockets.socket(fileno=fd)) as socket:
                 _set_program(socket, self._program)
         except OSError as exc:  # no Linux, a sandbox, a Unix socket
             _log.debug("no filter at a listener: %s", exc)
@@ -71,19 +71,19 @@ class SynFilter:
 
 
 @contextmanager
-def _lent(fd: int) -> Iterator[sockets.socket]:
-    """ZeroMQ's socket, which stays open. Raises OSError if it does not listen for TCP."""
-    socket = sockets.socket(fileno=fd)
+def lent(socket: sockets.socket) -> Iterator[sockets.socket]:
+    """ZeroMQ's socket, which stays open."""
     try:
-        is_tcp = socket.family in (sockets.AF_INET, sockets.AF_INET6)
-        if not (is_tcp and socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN)):
-            raise OSError(f"descriptor {fd}: expected a TCP socket that listens, got another")
         yield socket
     finally:
         socket.detach()
 
 
 def _set_program(socket: sockets.socket, program: bytes | None) -> None:
+    """Raises OSError if it does not listen for TCP, or the kernel does not do that."""
+    is_tcp = socket.family in (sockets.AF_INET, sockets.AF_INET6)
+    if not (is_tcp and socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN)):
+        raise OSError("expected a TCP socket that listens, got another")
     if program is None:
         with suppress(FileNotFoundError):  # it has none
             socket.setsockopt(sockets.SOL_SOCKET, _DETACH, 0)

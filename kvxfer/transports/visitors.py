@@ -24,7 +24,6 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -35,6 +34,7 @@ from kvxfer.errors import ProtocolError
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports.guard import MAX_WARNED, floods_of, penalties_of, unix_name
 from kvxfer.transports.key_folder import short
+from kvxfer.transports.syn_filter import lent
 
 TURN_S = 0.001
 """After which the other readers have their turn; a message that is being handled ends first. A load
@@ -172,7 +172,7 @@ def _received(fd: int) -> int:
         return 0
     try:
         # With all that is known of it, or Python would ask the kernel three times more
-        with _lent(
+        with lent(
             sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM, sockets.IPPROTO_TCP, fd)
         ) as socket:
             info = socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_NBYTES)
@@ -181,15 +181,6 @@ def _received(fd: int) -> int:
     if len(info) < _TCP_INFO_NBYTES:
         return 0
     return int(_RECEIVED.unpack_from(info, _RECEIVED_AT)[0])
-
-
-@contextmanager
-def _lent(socket: sockets.socket) -> Iterator[sockets.socket]:
-    """ZeroMQ's socket, which stays open."""
-    try:
-        yield socket
-    finally:
-        socket.detach()
 
 
 # ------------------------------------------------------------------ one socket
@@ -607,7 +598,7 @@ class Visitors:
             known.is_untold = False
             return
         try:
-            with _lent(sockets.socket(fileno=fd)) as socket:
+            with lent(sockets.socket(fileno=fd)) as socket:
                 address = _address_of(socket)
                 if not self._is_ours(socket):  # gone already, and its descriptor is another's
                     return
@@ -714,7 +705,7 @@ class Visitors:
         if visitor is None:
             return
         try:
-            with _lent(sockets.socket(fileno=fd)) as socket:
+            with lent(sockets.socket(fileno=fd)) as socket:
                 if _address_of(socket) == visitor.address and self._is_ours(socket):
                     _reset(socket)
         except OSError:  # gone already
