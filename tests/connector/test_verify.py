@@ -435,11 +435,11 @@ def test_blocks_are_kept_until_their_digests_are_made(transport: str, is_ended: 
 
 def test_a_stream_that_has_brought_all_is_not_cut_for_digests_that_are_late() -> None:
     with engines("zmq", "all") as (source, sink):
-        verifiers = held(sink, "sink")
+        verifiers, num_routes = held(sink, "sink"), len(source.workers)
         ref = source.offer("d", NUM_TOKENS, SOURCE_IDS)
         source.compute("d")
         sink.load("d", ref, SINK_IDS, SPAN)
-        until(lambda: all(each.kept for each in verifiers))
+        until(lambda: all(len(each.kept) == num_routes for each in verifiers))
         pass_s(sink, 300.0)
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"deadline"}
@@ -447,7 +447,7 @@ def test_a_stream_that_has_brought_all_is_not_cut_for_digests_that_are_late() ->
         other = source.offer("e", NUM_TOKENS, SOURCE_IDS)
         source.compute("e")
         sink.load("e", other, SINK_IDS, SPAN)
-        until(lambda: all(len(each.kept) > 1 for each in verifiers))
+        until(lambda: all(len(each.kept) == 2 * num_routes for each in verifiers))
         assert sink.count("peers.peer_lost") == 0
 
 

@@ -166,7 +166,13 @@ def honest_pair(*, has_keys: bool = False, wire: str = "zmq", **settings: Any) -
     ):
         honest = Honest(giver.source, giver.sink_life, giver.held, keys, sink)
         honest.load()
+        # One socket may carry it all while another is not admitted yet: its thread comes late.
+        until(lambda: _num_threads("kvxfer-tcp-send") == _num_threads("kvxfer-tcp-take"))
         yield honest
+
+
+def _num_threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
 
 
 def _wire(name: str) -> dict[str, Any]:
