@@ -464,21 +464,22 @@ def address_of(case: Case, number: int) -> str:
     return f"127.{'1' if case.origin == 'afar' else '0'}.{number // 250}.{number % 250 + 2}"
 
 
-def attack_by_number(number: int, target: Target, address: str) -> Fate:
-    """Of a case of the table: what another process can be asked for."""
-    return attack(CASES[number], target, address, LISTEN_S)
-
-
 class Waits(NamedTuple):
     """``answer_s``: for each answer; ``connect_s``: for a connection, which never stands if the
-    kernel keeps this address out.
+    kernel keeps this address out. ``hears_first``: who will be refused says no more before he is.
     """
 
     answer_s: float = WAIT_S
     connect_s: float = zmtp.CONNECT_S
+    hears_first: bool = False
 
 
 _WAITS = Waits()
+
+
+def attack_by_number(number: int, target: Target, address: str, waits: Waits = _WAITS) -> Fate:
+    """Of a case of the table: what another process can be asked for."""
+    return attack(CASES[number], target, address, LISTEN_S, waits)
 
 
 def attack(
@@ -491,7 +492,7 @@ def attack(
     if not case.is_let_in:
         return _knocked(case, target, address, waits)
     if case.fate is Fate.REFUSED:
-        waits = Waits(min(waits.answer_s, PUT_OFF_S), waits.connect_s)
+        waits = waits._replace(answer_s=min(waits.answer_s, PUT_OFF_S))
     with ExitStack() as stack:
         peers = []
         for place in _places(case, address):
@@ -520,7 +521,7 @@ def _open(
 ) -> tuple[socket.socket, zmtp_curve.Saying]:
     """A connection, and how what is sent over it is said. Who will be refused does not wait."""
     endpoint = target.control if case.port == "control" else target.data
-    wait_s, connect_s = waits
+    wait_s, connect_s = waits.answer_s, waits.connect_s
     if case.is_raw:
         return zmtp.open_tcp(endpoint, wait_s, address, connect_s), bytes
     is_let_in = case.is_let_in
@@ -548,7 +549,7 @@ def _knocked(case: Case, target: Target, address: str, waits: Waits) -> Fate:
 
 def _knock(case: Case, target: Target, address: str, waits: Waits) -> Fate:
     """One connection that sends all that it has behind its handshake, and then looks for an answer
-    to that.
+    to that. ZeroMQ ends some for what comes behind, and forgets to ask the guard.
     """
     try:
         peer, seal = _open(case, target, address, waits)
@@ -558,13 +559,21 @@ def _knock(case: Case, target: Target, address: str, waits: Waits) -> Fate:
         return Fate.REFUSED
     came = b""
     with closing(peer), suppress(ConnectionError):
+        if waits.hears_first and not case.is_raw:
+            came = _answer(peer)
         with suppress(ConnectionError):
             for piece in case.sends(target):
                 peer.sendall(seal(piece))
-        # It ends at once, or is told and left to end itself until the handshake is too late
-        while not (_ERROR in came or zmtp.READY in came) and (some := peer.recv(1 << 16)):
-            came += some
+        came = came or _answer(peer)
     return Fate.ANSWERED if zmtp.READY in came else Fate.REFUSED
+
+
+def _answer(peer: socket.socket) -> bytes:
+    """To a handshake: it ends at once, or is told and left to end itself until it is too late."""
+    came = b""
+    while not (_ERROR in came or zmtp.READY in came) and (some := peer.recv(1 << 16)):
+        came += some
+    return came
 
 
 def _fate(case: Case, first: socket.socket, seal: zmtp_curve.Saying, listen_s: float) -> Fate:

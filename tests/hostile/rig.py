@@ -24,12 +24,12 @@ from kvxfer.connector.records import SourceRef
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, until
 from tests.far_peers import count_as_far, use_tcp
-from tests.hostile.cases import Fate, Target, attack_by_number
+from tests.hostile.cases import Fate, Target, Waits, attack_by_number
 
 SHAPE = EngineShape()
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Content = npt.NDArray[np.uint8]
-Attack = Callable[[int, Target, str], Future[Fate]]
+Attack = Callable[[int, Target, str, Waits], Future[Fate]]
 """The number of its case, whom and from which address."""
 _BLOCKS = (1, 2, 3)
 _names = count()
@@ -186,7 +186,7 @@ def attackers() -> Iterator[Attack]:
     context.set_forkserver_preload(["tests.hostile.cases"])
     with ProcessPoolExecutor(1, context) as pool:
         pool.submit(int).result()  # now it has all threads and descriptors that it will have
-        yield lambda number, target, address: pool.submit(attack_by_number, number, target, address)
+        yield lambda *attack: pool.submit(attack_by_number, *attack)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from kvxfer.config import Config
 from kvxfer.transports import guard
 from kvxfer.transports.channel import Bounds, Router
-from kvxfer.transports.guard import Floods, Guard, Pace
+from kvxfer.transports.guard import Floods, Guard, Late, Pace
 from kvxfer.transports.syn_filter import MOST_SHUT
 from tests import zmtp
 from tests.connector.rig import until
@@ -69,6 +70,46 @@ def test_so_many_addresses_are_known() -> None:
     for number in range(3000):
         pace.due_s(f"{number}", 0.0)
     assert len(pace._next_s) == guard._MAX_PENALTIES
+
+
+@example(gaps=[(0, name) for name in "abc" * 9] + [(30, "d")])
+@given(gaps=st.lists(st.tuples(st.sampled_from([0, 0, 0, 1, 9]), st.sampled_from("aaabcd"))))
+def test_addresses_have_turns(gaps: list[tuple[int, str]]) -> None:
+    """Each one that waits is answered once, no sooner than it is due and behind those of its own
+    address, and of each other address one at most goes before it from then on.
+    """
+    late = Late()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "PACE_S", 4)
+        patch.setattr(guard, "ALL_PACE_S", 2)
+        due: dict[tuple[str, int], int] = {}
+        taken: list[tuple[str, int, float]] = []
+
+        def take(until_s: float) -> None:
+            while late and late.due_s < until_s:
+                now_s = late.due_s
+                (frame,) = late.take(now_s)
+                taken.append((chr(frame[0]), frame[1], now_s))
+
+        now_s, last_s = 0, dict.fromkeys("abcd", 0)
+        for number, (gap, name) in enumerate(gaps):
+            now_s += gap
+            take(now_s)
+            last_s[name] = due[name, number] = max(last_s[name], now_s) + 4
+            late.add(name, due[name, number], [bytes([ord(name), number])])
+        take(math.inf)
+    assert not len(late)
+    assert {(name, number) for name, number, _ in taken} == due.keys()
+    assert len(taken) == len(gaps)
+    times_s = [each_s for *_, each_s in taken]
+    for index, (name, number, each_s) in enumerate(taken):
+        assert each_s >= due[name, number]
+        assert index < 3 or each_s >= times_s[index - 3] + 2  # three at once after a rest
+        before = [other for other in taken[:index] if other[0] == name]
+        assert all(other[1] < number for other in before)
+        first_s = max([due[name, number], *(other[2] + 4 for other in before[-1:])])
+        others = [other[0] for other in taken[:index] if other[2] >= first_s]
+        assert len(set(others)) == len(others)
 
 
 @contextmanager
