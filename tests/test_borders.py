@@ -44,9 +44,10 @@ _BOUNDS = """
     connector.worker_side.LATE_S
     doctor.child.END_S doctor.child.START_S engine.rpc.HEARTBEAT_S
     kernels.rewrite_kernel.MAX_PLANES proxy.server.ABANDONED_S
-    transports.guard.BEGUN_S transports.guard.MOST_LATE transports.guard.MOST_LATE_S
-    transports.guard.MOST_PENALTY_S
+    transports.guard.ALL_PACE_S transports.guard.BEGUN_S transports.guard.MOST_LATE
+    transports.guard.MOST_LATE_OF transports.guard.MOST_PENALTY_S
     transports.guard.PACE_S transports.guard.PENALTY_S transports.guard.PROMPT
+    transports.guard.REFILL_S
     transports.nixl_pipe.KEPT_S
     transports.shm_direct.JOB_NBYTES transports.stream_source.MAX_CONNECTIONS
     transports.ucx_pipe.CLOSE_S transports.ucx_pipe.KEPT_S transports.ucx_pipe.SPIN_S

@@ -119,47 +119,47 @@ the name that another one has given itself, one of 2**32: this bounds how many a
 """
 
 
-PROMPT, PACE_S = 64, 0.004
-"""So many handshakes of an address are answered at once, those behind them one each PACE_S. Who
-begins anew with each answer made thousands a second, each of which takes ZeroMQ, the guard and the
-IO thread 0.1 ms, with CURVE 1: beside 300 of them loads on one core took 15 ms instead of 3. 64
-ranks of an address make 128, the last of which wait for 0.26 s.
+PROMPT, REFILL_S = 64, 0.1
+"""So many handshakes of an address are answered at once, and one more after each REFILL_S. Those
+behind them wait: who begins anew with each answer made thousands a second, each of which takes
+ZeroMQ, the guard and the IO thread 0.1 ms, with CURVE 1. Beside 300 of them loads on one core took
+15 ms instead of 3.
 """
-ALL_PACE_S = 0.002
-"""Of those that wait one is answered each ALL_PACE_S, whatever the number of their addresses. Four
-that made 1,000 a second together had each load on one core take 3.1 ms instead of 1.6.
+PACE_S, ALL_PACE_S = 0.004, 0.002
+"""Of those that wait one is answered each PACE_S of an address, and one each ALL_PACE_S of all. 64
+ranks of an address make 128, the last of which wait for 0.26 s. Four addresses that made 1,000 a
+second together had each load on one core take 3.1 ms instead of 1.6.
 """
-MOST_LATE_S, MOST_LATE = 2.0, 4096
-"""A handshake that would wait for its own address for longer, or that finds so many, is told to
-come again: of who does not wait for answers thousands a second would lie here.
+MOST_LATE_OF, MOST_LATE = 500, 4096
+"""So many handshakes of an address may wait, for 2 s, and of all; one more is told to come again.
+Of who does not wait for answers thousands a second would lie here.
 """
 
 
 class Pace:
-    """When handshakes are answered, by address: with :data:`PROMPT` in hand, one each PACE_S."""
+    """Whose handshakes are answered at once: a bucket of tokens for each address."""
 
     def __init__(self) -> None:
-        self._next_s: Bounded[str, float] = Bounded(_MAX_PENALTIES)
-        """When the next one would be due if none had been answered at once."""
+        self._full_s: Bounded[str, float] = Bounded(_MAX_PENALTIES)
+        """When the bucket will be full again."""
 
-    def due_s(self, address: str, now_s: float) -> float | None:
-        """Of one that came now; None: too late."""
-        next_s = max(self._next_s.pop(address, now_s), now_s)
-        due_s = max(next_s - (PROMPT - 1) * PACE_S, now_s)
-        is_late = due_s > now_s + MOST_LATE_S
-        self._next_s[address] = next_s if is_late else next_s + PACE_S
-        return None if is_late else due_s
+    def is_prompt(self, address: str, now_s: float) -> bool:
+        """Takes one of its tokens, if there is one."""
+        full_s = max(self._full_s.pop(address, now_s), now_s)
+        is_prompt = full_s - now_s <= (PROMPT - 1) * REFILL_S
+        self._full_s[address] = full_s + REFILL_S if is_prompt else full_s
+        return is_prompt
 
 
 class Late:
-    """Handshakes that wait. Addresses have turns, each for one of its own: who has many waits for
-    them all, and others wait for one of them.
+    """Handshakes that wait. Their addresses have turns, each for one of its own: who has many waits
+    for them all, and others wait for one of them.
     """
 
     def __init__(self) -> None:
-        self._of: dict[str, deque[tuple[float, list[bytes]]]] = {}
+        self._of: dict[str, deque[list[bytes]]] = {}
         self._turns: list[tuple[float, int, str]] = []
-        """When the first one of an address is due, and in which order they came."""
+        """When each address has its turn, and in which order they came."""
         self._numbers = itertools.count()
         self._num = 0
         self._next_s = -math.inf
@@ -172,26 +172,32 @@ class Late:
         """When the next one is to be answered; there is one."""
         return max(self._turns[0][0], self._next_s)
 
-    def add(self, address: str, due_s: float, frames: list[bytes]) -> None:
+    def has_room(self, address: str) -> bool:
+        """Whether one more of this address may wait, as far as it is up to the address."""
+        return len(self._of.get(address, ())) < MOST_LATE_OF
+
+    def add(self, address: str, now_s: float, frames: list[bytes]) -> None:
+        if address not in self._of:
+            self._of[address] = deque()
+            self._await_turn(address, now_s)
+        self._of[address].append(frames)
         self._num += 1
-        waiting = self._of.setdefault(address, deque())
-        waiting.append((due_s, frames))
-        if len(waiting) == 1:
-            heapq.heappush(self._turns, (due_s, next(self._numbers), address))
 
     def take(self, now_s: float) -> list[bytes]:
         """The next one."""
         _, _, address = heapq.heappop(self._turns)
         waiting = self._of[address]
-        _, frames = waiting.popleft()
+        frames = waiting.popleft()
         if waiting:
-            again_s = max(waiting[0][0], now_s + PACE_S)
-            heapq.heappush(self._turns, (again_s, next(self._numbers), address))
+            self._await_turn(address, now_s)
         else:
             del self._of[address]
         self._num -= 1
         self._next_s = max(self._next_s, now_s - PACE_S) + ALL_PACE_S
         return frames
+
+    def _await_turn(self, address: str, now_s: float) -> None:
+        heapq.heappush(self._turns, (now_s + PACE_S, next(self._numbers), address))
 
 
 class Penalties:
@@ -353,15 +359,14 @@ class Guard:
         """Answer a request, or have it wait. This user's processes are not paced."""
         address, now_s = _address_of(frames), time.monotonic()
         is_own = user_of(address) == os.geteuid()
-        due_s = now_s if is_own else self._pace.due_s(address, now_s)
-        if due_s is not None and due_s <= now_s:
+        if is_own or self._pace.is_prompt(address, now_s):
             self._judge(frames)
-        elif due_s is None or len(self._late) >= MOST_LATE:
-            self._judge(frames, is_late=True)
-            if due_s is None:
-                self._floods.shut(address, now_s)
+        elif (has_room := self._late.has_room(address)) and len(self._late) < MOST_LATE:
+            self._late.add(address, now_s, frames)
         else:
-            self._late.add(address, due_s, frames)
+            self._judge(frames, is_late=True)
+            if not has_room:
+                self._floods.shut(address, now_s)
 
     def _judge(self, frames: list[bytes], *, is_late: bool = False) -> None:
         try:

@@ -26,13 +26,11 @@ from tests.helpers import needs_socket_filters
 WAIT_S = 120.0
 
 
-def test_the_first_are_answered_at_once_and_then_one_in_each_interval() -> None:
+def test_the_first_are_answered_at_once() -> None:
     pace = Pace()
     for since_s in (100.0, 200.0):  # a rest brings all of them back
-        due_s = [pace.due_s("a", since_s) for _ in range(guard.PROMPT + 3)]
-        assert due_s[: guard.PROMPT] == pytest.approx([since_s] * guard.PROMPT)
-        waits_s = [due - since_s for due in due_s[guard.PROMPT :] if due is not None]
-        assert waits_s == pytest.approx([guard.PACE_S, 2 * guard.PACE_S, 3 * guard.PACE_S])
+        prompt = [pace.is_prompt("a", since_s) for _ in range(guard.PROMPT + 3)]
+        assert prompt == [True] * guard.PROMPT + [False] * 3
 
 
 @example(gaps=[(0, "a")] * 12 + [(1, "b"), (1, "a"), (1, "a"), (30, "a")], prompt=2)
@@ -43,46 +41,39 @@ def test_the_first_are_answered_at_once_and_then_one_in_each_interval() -> None:
     prompt=st.integers(1, 4),
 )
 def test_an_address_has_a_bucket_of_tokens(gaps: list[tuple[int, str]], prompt: int) -> None:
-    """The oracle: each address has so many, gets one back in each interval, and who finds none
-    waits behind those that do; who would wait too long goes, and takes none.
-    """
+    """The oracle: each address has so many, and gets one back in each interval."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard, "PROMPT", prompt)
-        patch.setattr(guard, "PACE_S", 4)
-        patch.setattr(guard, "MOST_LATE_S", 10)
+        patch.setattr(guard, "REFILL_S", 4)
         pace = Pace()
-        tokens = {name: (Fraction(prompt), Fraction(0)) for name in "ab"}
+        tokens = {name: (Fraction(prompt), 0) for name in "ab"}
         now_s = 0
         for gap, name in gaps:
             now_s += gap
             left, at_s = tokens[name]
-            here_s = max(Fraction(now_s), at_s)
-            left = min(Fraction(prompt), left + (here_s - at_s) / 4)
-            due_s = here_s + max(Fraction(0), 1 - left) * 4
-            is_late = due_s > now_s + 10
-            if not is_late:
-                tokens[name] = left + (due_s - here_s) / 4 - 1, due_s
-            assert pace.due_s(name, now_s) == (None if is_late else due_s)
+            left = min(Fraction(prompt), left + Fraction(now_s - at_s, 4))
+            assert pace.is_prompt(name, now_s) == (left >= 1)
+            tokens[name] = left - (left >= 1), now_s
 
 
 def test_so_many_addresses_are_known() -> None:
     pace = Pace()
     for number in range(3000):
-        pace.due_s(f"{number}", 0.0)
-    assert len(pace._next_s) == guard._MAX_PENALTIES
+        pace.is_prompt(f"{number}", 0.0)
+    assert len(pace._full_s) == guard._MAX_PENALTIES
 
 
-@example(gaps=[(0, name) for name in "abc" * 9] + [(30, "d")])
+@example(gaps=[(0, name) for name in "abcde" * 5] + [(30, "f")])
 @given(gaps=st.lists(st.tuples(st.sampled_from([0, 0, 0, 1, 9]), st.sampled_from("aaabcd"))))
 def test_addresses_have_turns(gaps: list[tuple[int, str]]) -> None:
-    """Each one that waits is answered once, no sooner than it is due and behind those of its own
-    address, and of each other address one at most goes before it from then on.
+    """Each one that waits is answered once and behind those of its own address, one in each
+    interval at most; and of each other address one at most goes before it from then on.
     """
     late = Late()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard, "PACE_S", 4)
         patch.setattr(guard, "ALL_PACE_S", 2)
-        due: dict[tuple[str, int], int] = {}
+        added_s: dict[tuple[str, int], int] = {}
         taken: list[tuple[str, int, float]] = []
 
         def take(until_s: float) -> None:
@@ -91,24 +82,24 @@ def test_addresses_have_turns(gaps: list[tuple[int, str]]) -> None:
                 (frame,) = late.take(now_s)
                 taken.append((chr(frame[0]), frame[1], now_s))
 
-        now_s, last_s = 0, dict.fromkeys("abcd", 0)
+        now_s = 0
         for number, (gap, name) in enumerate(gaps):
             now_s += gap
             take(now_s)
-            last_s[name] = due[name, number] = max(last_s[name], now_s) + 4
-            late.add(name, due[name, number], [bytes([ord(name), number])])
+            added_s[name, number] = now_s
+            late.add(name, now_s, [bytes([ord(name), number])])
         take(math.inf)
     assert not len(late)
-    assert {(name, number) for name, number, _ in taken} == due.keys()
+    assert {(name, number) for name, number, _ in taken} == added_s.keys()
     assert len(taken) == len(gaps)
     times_s = [each_s for *_, each_s in taken]
     for index, (name, number, each_s) in enumerate(taken):
-        assert each_s >= due[name, number]
         assert index < 3 or each_s >= times_s[index - 3] + 2  # three at once after a rest
         before = [other for other in taken[:index] if other[0] == name]
         assert all(other[1] < number for other in before)
-        first_s = max([due[name, number], *(other[2] + 4 for other in before[-1:])])
-        others = [other[0] for other in taken[:index] if other[2] >= first_s]
+        due_s = max([added_s[name, number], *(other[2] for other in before[-1:])]) + 4
+        assert each_s >= due_s
+        others = [other[0] for other in taken[:index] if other[2] >= due_s]
         assert len(set(others)) == len(others)
 
 
@@ -129,17 +120,16 @@ def listening(*, fails: bool = False) -> Iterator[tuple[Router, Guard, list[str]
     own.join()
 
 
-def answer_one_each(
-    pace_s: float, monkeypatch: pytest.MonkeyPatch, most_late_s: float = guard.MOST_LATE_S
-) -> None:
-    """Of an address: one at once, one more in each interval, and who would wait longer goes."""
+def answer_one_each(pace_s: float, monkeypatch: pytest.MonkeyPatch, most_late: int) -> None:
+    """Of an address: one at once, one more in each interval, and so many wait."""
     monkeypatch.setattr(guard, "PROMPT", 1)
+    monkeypatch.setattr(guard, "REFILL_S", 10 * pace_s)
     monkeypatch.setattr(guard, "PACE_S", pace_s)
-    monkeypatch.setattr(guard, "MOST_LATE_S", most_late_s)
+    monkeypatch.setattr(guard, "MOST_LATE_OF", most_late)
 
 
 def test_who_makes_many_waits_and_other_addresses_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_one_each(WAIT_S, monkeypatch, most_late_s=1.5 * WAIT_S)
+    answer_one_each(WAIT_S, monkeypatch, most_late=1)
     with listening() as (router, own, refused), ExitStack() as stack:
         first = stack.enter_context(closing(zmtp.connect(router.endpoint)))
         stack.enter_context(closing(zmtp.connect(router.endpoint, waits=False)))
@@ -151,14 +141,14 @@ def test_who_makes_many_waits_and_other_addresses_do_not(monkeypatch: pytest.Mon
         first.sendall(zmtp.frame(b"first"))
         assert sorted(_messages(router, 3)) == [b"first", b"other", b"other"]
         with pytest.raises(OSError, match=r"refused|expected|reset"):
-            zmtp.connect(router.endpoint)  # two intervals late
+            zmtp.connect(router.endpoint)  # one waits already
         assert refused[0] == "pace"  # and perhaps the address is kept out from now on
 
 
 def test_where_many_wait_one_more_comes_again_and_who_need_not_wait_is_let_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answer_one_each(WAIT_S, monkeypatch, most_late_s=9 * WAIT_S)
+    answer_one_each(WAIT_S, monkeypatch, most_late=9)
     monkeypatch.setattr(guard, "MOST_LATE", 1)
     with listening(fails=True) as (router, own, refused), ExitStack() as stack:
         stack.enter_context(closing(zmtp.connect(router.endpoint)))
@@ -175,7 +165,7 @@ def test_where_many_wait_one_more_comes_again_and_who_need_not_wait_is_let_in(
 def test_who_is_too_late_is_kept_out_and_another_address_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answer_one_each(WAIT_S, monkeypatch, most_late_s=0.5 * WAIT_S)
+    answer_one_each(WAIT_S, monkeypatch, most_late=0)
     monkeypatch.setattr(guard, "PENALTY_S", WAIT_S)
     with listening() as (router, own, refused):
         router.visitors.meet()
@@ -220,7 +210,7 @@ def test_nobody_is_kept_out_who_has_no_address() -> None:
 
 
 def test_who_has_to_wait_is_let_in_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_one_each(0.05, monkeypatch)
+    answer_one_each(0.05, monkeypatch, most_late=9)
     with listening() as (router, _, refused), ExitStack() as stack:
         began_s = time.monotonic()
         for number in range(5):
