@@ -23,6 +23,7 @@ from kvxfer.transports.visitors import (
     MOST_LAST_WORDS,
     MOST_MUTE,
     MOST_PARTS,
+    SOONER,
     TURN_S,
     Backlog,
     Inbox,
@@ -34,6 +35,8 @@ from tests import zmtp
 from tests.connector.rig import until
 
 Socket = zmq.Socket[bytes]
+MOST_NBYTES = 1 << 20
+"""That a connection may have sent, unread."""
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def router() -> Iterator[Socket]:
 @pytest.fixture
 def visitors(router: Socket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Visitors]:
     """Who sends many parts stays, so that what it says next is read, too."""
-    visitors = Visitors(router.context, router, 1 << 20)
+    visitors = Visitors(router.context, router, MOST_NBYTES)
     monkeypatch.setattr(visitors, "send_away", lambda *_: None)
     router.bind("tcp://127.0.0.1:*")
     visitors.endpoint = endpoint_of(router)
@@ -347,7 +350,7 @@ def test_a_listener_is_closed_of_which_nobody_has_read(router: Socket) -> None:
     """With the interpreter's lock this waits for a lock of ZeroMQ's, which a thread has that waits
     for room.
     """
-    visitors = Visitors(router.context, router, 1 << 20)
+    visitors = Visitors(router.context, router, MOST_NBYTES)
     router.bind("tcp://127.0.0.1:*")
     knock(router, visitors_module.MOST_EVENTS, wait_s=0.5)
     visitors.close()
@@ -498,6 +501,41 @@ def test_many_connections_are_looked_at_in_parts(
         for _ in range(LOOK_PARTS + 1):
             visitors.look(inbox.take_empty)
         assert visitors.look_s == LOOK_S
+
+
+def test_who_has_sent_much_is_looked_at_sooner(
+    router: Socket, inbox: Inbox, visitors: Visitors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is counted anew in between, until the next look at all of them."""
+    begun: list[None] = []
+    begin = visitors._begin_look
+    monkeypatch.setattr(visitors, "_begin_look", lambda is_empty: begun.append(begin(is_empty)))
+    with closing(zmtp.connect(endpoint_of(router))) as peer:
+        peer.sendall(zmtp.frame(b"x"))
+        until(lambda: turn(inbox) and visitors.meet())
+        visitors.look(inbox.take_empty)
+        assert visitors.look_s == LOOK_S
+        peer.sendall(zmtp.EMPTY_PART * (MOST_NBYTES // 4 // len(zmtp.EMPTY_PART) + 1))
+
+        def is_suspect() -> bool:
+            visitors.look(inbox.take_empty)
+            return visitors.look_s == LOOK_S / SOONER
+
+        until(is_suspect)
+        begun.clear()
+        for number in range(2 * SOONER):
+            visitors.look(inbox.take_empty)
+            assert len(begun) == (number + 1) // SOONER
+        peer.sendall(zmtp.EMPTY_PART * MOST_NBYTES)
+
+        def is_ended() -> bool:
+            visitors.look(inbox.take_empty)
+            return not has_other_side(peer.fileno())
+
+        until(is_ended)
+    until(lambda: visitors.meet() and not len(visitors))
+    visitors.look(inbox.take_empty)
+    assert visitors.look_s == LOOK_S
 
 
 def test_what_has_no_descriptor_or_no_count_has_no_backlog() -> None:
