@@ -82,7 +82,7 @@ REST_S, REST_LOADS = 0.25, 5
 """What an attacker has left is read before the next loads count as those without."""
 IMPORTED = ["kvxfer.bench.core", "kvxfer.bench.engines", "tests.hostile.rig"]
 """What this module needs: or each attacker, which begins with it, imports that again."""
-MOST_TURN_S = 60.0
+MOST_TURN_S = 120.0
 """An attack that takes longer is told as one that was not reached."""
 SOON_S = 2.0
 """When the source ends a handshake that is only begun: such an attack takes as long."""
