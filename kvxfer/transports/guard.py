@@ -15,9 +15,7 @@ such name, or somebody else's, uses TCP.
 
 from __future__ import annotations
 
-import heapq
 import ipaddress
-import itertools
 import logging
 import math
 import os
@@ -158,9 +156,8 @@ class Late:
 
     def __init__(self) -> None:
         self._of: dict[str, deque[list[bytes]]] = {}
-        self._turns: list[tuple[float, int, str]] = []
-        """When each address has its turn, and in which order they came."""
-        self._numbers = itertools.count()
+        self._turns: deque[tuple[float, str]] = deque()
+        """When each address has its turn. All of them wait equally long, so the last came last."""
         self._num = 0
         self._next_s = -math.inf
 
@@ -185,7 +182,7 @@ class Late:
 
     def take(self, now_s: float) -> list[bytes]:
         """The next one."""
-        _, _, address = heapq.heappop(self._turns)
+        _, address = self._turns.popleft()
         waiting = self._of[address]
         frames = waiting.popleft()
         if waiting:
@@ -197,7 +194,7 @@ class Late:
         return frames
 
     def _await_turn(self, address: str, now_s: float) -> None:
-        heapq.heappush(self._turns, (now_s + PACE_S, next(self._numbers), address))
+        self._turns.append((now_s + PACE_S, address))
 
 
 class Penalties:

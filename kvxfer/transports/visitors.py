@@ -55,7 +55,7 @@ two fast cores: 60 MB between two looks. With 0.25 s these parts took 400 MB and
 load in a hundred beside them up to 14 ms instead of 2.5.
 """
 SOONER = 8
-"""So many looks in the time of one at connections that have sent a quarter of the most, or more: a
+"""So many looks in the time of one at connections that have sent more than a quarter of the most: a
 message without an end takes all the time of ZeroMQ's thread until the look that closes it.
 """
 DEALER_LOOK_S = 0.25
@@ -524,6 +524,8 @@ class Visitors:
         for visitor in filter(None, map(self._visitors.get, self._next_part(take_empty))):
             if nbytes := visitor.backlog.look(was_empty=not self._is_behind):
                 self._backlogs[visitor.backlog.fd] = nbytes
+            else:  # all that the look before had found was read
+                self._backlogs.pop(visitor.backlog.fd, None)
         left_nbytes = sum(self._backlogs.values())
         for fd, nbytes in sorted(self._backlogs.items(), key=itemgetter(1), reverse=True):
             if nbytes <= self._most_nbytes and left_nbytes <= MAX_WAITING * self._most_nbytes:

@@ -477,7 +477,7 @@ class Waits(NamedTuple):
 _WAITS = Waits()
 
 
-def attack_by_number(number: int, target: Target, address: str, waits: Waits = _WAITS) -> Fate:
+def attack_by_number(number: int, target: Target, address: str, waits: Waits) -> Fate:
     """Of a case of the table: what another process can be asked for."""
     return attack(CASES[number], target, address, LISTEN_S, waits)
 

@@ -30,7 +30,7 @@ SHAPE = EngineShape()
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Content = npt.NDArray[np.uint8]
 Attack = Callable[[int, Target, str, Waits], Future[Fate]]
-"""The number of its case, whom and from which address."""
+"""The number of its case, whom and from which address, and how long it waits for what."""
 _BLOCKS = (1, 2, 3)
 _names = count()
 

@@ -512,10 +512,12 @@ def test_who_has_sent_much_is_looked_at_sooner(
     monkeypatch.setattr(visitors, "_begin_look", lambda is_empty: begun.append(begin(is_empty)))
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x"))
-        until(lambda: turn(inbox) and visitors.meet())
+        until(lambda: turn(inbox))
+        until(visitors.meet)
         visitors.look(inbox.take_empty)
         assert visitors.look_s == LOOK_S
-        peer.sendall(zmtp.EMPTY_PART * (MOST_NBYTES // 4 // len(zmtp.EMPTY_PART) + 1))
+        many = zmtp.EMPTY_PART * (MOST_NBYTES // 4 // len(zmtp.EMPTY_PART) + 1)
+        peer.sendall(many)
 
         def is_suspect() -> bool:
             visitors.look(inbox.take_empty)
@@ -526,6 +528,12 @@ def test_who_has_sent_much_is_looked_at_sooner(
         for number in range(2 * SOONER):
             visitors.look(inbox.take_empty)
             assert len(begun) == (number + 1) // SOONER
+        peer.sendall(zmtp.EMPTY_END)
+        assert router.poll(120_000)
+        until(lambda: not (turn(inbox) or router.poll(0)))
+        begun.clear()
+        visitors.look(inbox.take_empty)
+        assert (visitors.look_s, begun) == (LOOK_S, [])  # all of it was read
         peer.sendall(zmtp.EMPTY_PART * MOST_NBYTES)
 
         def is_ended() -> bool:
