@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, assert_never
@@ -28,7 +29,7 @@ from kvxfer.transfer.pull import (
     token_nbytes,
 )
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move, held_ids
-from kvxfer.transfer.wire import Consumer, Grant, Pull, Verify
+from kvxfer.transfer.wire import Consumer, Grant, Pull, Verdict, Verify
 from kvxfer.transports.base import (
     DirectSink,
     ReadRequest,
@@ -82,13 +83,21 @@ class Way:
     can_cut: bool = False
 
 
+class Digesting(enum.Enum):
+    """How far this rank is with the digests of a read."""
+
+    NOT_BEGUN = "not begun"
+    RUNS = "runs"
+    OVER = "over"
+
+
 @dataclass(slots=True, eq=False)
 class RouteRun:
     """One route of one load: its Pull, which retries send unchanged, its read by ``wire`` (None: a
     null route), and its progress (times of ``time.monotonic``). ``incomplete``: (group, position)
     of the blocks that the route fills only partly. ``owes_pull``: the board has answered the Pull,
     so the Pull may be sent behind the read. ``digests``: of what lies here after the read, where
-    that is verified.
+    that is verified; None if they could not be made. ``verdict``: waits for them.
 
     ``key``: of the read that runs, or ran last. ``granted_ids``: of what is open; ``is_growing``:
     more will be than ``open_tokens``, or the whole that is verified. ``asked_tokens``: up to where
@@ -104,7 +113,9 @@ class RouteRun:
     progressed_s: float = 0.0
     nbytes: int = 0
     owes_pull: bool = False
-    digests: Digests = ()
+    digesting: Digesting = Digesting.NOT_BEGUN
+    digests: Digests | None = None
+    verdict: Verdict | None = None
     is_growing: bool = False
     granted_ids: GroupBlockIds = ()
     open_tokens: int = 0

@@ -23,6 +23,7 @@ from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.load_routes import (
     Addressing,
+    Digesting,
     RouteRun,
     Way,
     check_granted,
@@ -78,7 +79,6 @@ from kvxfer.transfer.wire import (
     Release,
     ToSink,
     Verdict,
-    Verify,
     is_addressed_to,
 )
 from kvxfer.transports.base import (
@@ -387,7 +387,9 @@ class Sink:
                 load.note(message.detail)
                 self._step(load, RefuseArrived(source, message.reason))
             case Verdict():
-                self._step(load, self._judged(load, source, message))
+                event = self._judged(load, source, message)
+                if event is not None:
+                    self._step(load, event)
             case Broken():
                 self._step(load, BrokenArrived(source, message.reason))
             case _:
@@ -426,15 +428,21 @@ class Sink:
         if not load.spans or told > load.spans[-1][1]:
             load.spans.append((now_s, told))
 
-    def _judged(self, load: SinkLoad, source: RankId, verdict: Verdict) -> SinkEvent:
-        """What a Verdict is to the load: a valid one is worth something where the digests agree."""
+    def _judged(self, load: SinkLoad, source: RankId, verdict: Verdict) -> SinkEvent | None:
+        """What a Verdict is to the load: a valid one is worth something where the digests agree.
+        None while this rank still makes its own: the verdict waits for them.
+        """
         run = load.routes[source]
         verify, event = run.pull.verify, VerdictArrived(source, verdict.valid, verdict.reason)
         is_due = verdict.valid and load.is_in(source, RouteState.RELEASING)
         if isinstance(verify, UnsetType) or not is_due:
             return event
-        if isinstance(verdict.digests, UnsetType):
-            load.note(f"rank {source}: expected digests of its KV, got none")
+        if run.digesting is Digesting.RUNS:
+            run.verdict = verdict
+            return None
+        if isinstance(verdict.digests, UnsetType) or run.digests is None:
+            which = "of its KV" if isinstance(verdict.digests, UnsetType) else "of what was read"
+            load.note(f"rank {source}: expected digests {which}, got none; the log says why")
             return VerdictArrived(source, False, Reason.READ_FAILED)
         num, first = where_they_differ(verify.classes, verdict.digests, run.digests)
         self._ledger.count("verify.differing" if num else "verify.equal")
@@ -449,27 +457,32 @@ class Sink:
         load.note(what)
         return VerdictArrived(source, False, Reason.CORRUPT)
 
-    def _verify(self, load: SinkLoad, source: RankId, verify: Verify, *, certified: bool) -> None:
-        """The read is complete: make digests of what lies here now, and go on then."""
+    def _digest(self, load: SinkLoad, source: RankId, after: StreamEvent | None = None) -> None:
+        """Make digests of what lies here now, or behind ``after``, where the read ends. Meanwhile
+        the source is asked for its verdict.
+        """
         run = load.routes[source]
-        run.progressed_s = self._io.now()
+        verify = run.pull.verify
+        if isinstance(verify, UnsetType) or run.digesting is not Digesting.NOT_BEGUN:
+            return
+        run.progressed_s, run.digesting = self._io.now(), Digesting.RUNS
         try:
             cells = read_cells(run, verify)
         except ValueError as e:
             load.note(str(e))
-            self._step(load, ReadFailed(source, Reason.READ_FAILED))
+            self._digested(load, source, None)
             return
-        event = ReadCompleted(source, certified, is_verified=True)
         seed = seed_of(run.pull.offer.nonce)
-        self._verifier.submit(run.key, cells, seed, self._verified, load, event)
+        self._verifier.submit(run.key, cells, seed, self._digested, load, source, after=after)
 
-    def _verified(self, load: SinkLoad, event: ReadCompleted, digests: Digests | None) -> None:
-        if digests is None:
-            load.note("expected digests of what was read, got none; the log says why")
-            self._step(load, ReadFailed(event.source, Reason.READ_FAILED))
-            return
-        load.routes[event.source].digests = digests
-        self._step(load, event)
+    def _digested(self, load: SinkLoad, source: RankId, digests: Digests | None) -> None:
+        run = load.routes[source]
+        run.digests, run.digesting = digests, Digesting.OVER
+        verdict, run.verdict = run.verdict, None
+        if verdict is not None:
+            event = self._judged(load, source, verdict)
+            assert event is not None
+            self._step(load, event)
 
     def on_completion(self, completion: SinkCompletion) -> None:
         if isinstance(completion, PeerGone):
@@ -489,9 +502,7 @@ class Sink:
                 run.nbytes = nbytes
             case ReadDone(_, nbytes, certified):
                 run.nbytes = run.read_nbytes = run.read_nbytes + nbytes
-                event = self._placed(load, source, certified=certified)
-                if event is not None:
-                    self._step(load, event)
+                self._step(load, self._placed(load, source, certified=certified))
             case ReadBroke(_, reason, detail):
                 load.note(detail)
                 self._step(load, ReadFailed(source, reason))
@@ -502,16 +513,14 @@ class Sink:
             case _:
                 assert_never(completion)
 
-    def _placed(self, load: SinkLoad, source: RankId, *, certified: bool) -> SinkEvent | None:
-        """What was read is in its place: what that is to the load, None if it is verified first."""
+    def _placed(self, load: SinkLoad, source: RankId, *, certified: bool) -> SinkEvent:
+        """What was read is in its place: what that is to the load."""
         run = load.routes[source]
         load.placed_s = self._io.now()
         self._peer(load).brought_s[source] = load.placed_s
-        is_all = certified or run.asked_tokens == ALL
-        if is_all and not isinstance(run.pull.verify, UnsetType):
-            self._verify(load, source, run.pull.verify, certified=certified)
-            return None
-        return ReadCompleted(source, certified)
+        if certified or run.asked_tokens == ALL:
+            self._digest(load, source)
+        return ReadCompleted(source, certified, is_verified=run.pull.verify is not UNSET)
 
     def on_over(self, peer: Peer, failure: Failure) -> None:
         """Its loads fail, and are reported when they have drained."""
@@ -598,6 +607,10 @@ class Sink:
                 run.key = request.key
                 self._by_key[run.key] = (load, source)
             run.wire.submit_read(request)
+            if token_hi == ALL and run.pull.verify is not UNSET:
+                behind = run.wire.copied((run.key,))
+                if behind is not None:  # the GPU goes on by itself, and the host waits once
+                    self._digest(load, source, behind)
         if run.owes_pull:
             self._send_owed(load, source)
         return None
@@ -716,7 +729,7 @@ class Sink:
             if load.is_in(source, RouteState.DRAINING):
                 self._complain(load)
         elif now_s - run.asked_s >= RETRY_S:
-            if load.is_in(source, *_ASKING):
+            if load.is_in(source, *_ASKING) and run.verdict is None:
                 self._ledger.count("control.retries")
                 return RetryDue(source)
             if run.is_growing and load.is_in(source, RouteState.READING):

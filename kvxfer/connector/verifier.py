@@ -1,5 +1,5 @@
 """Digests of this rank's KV, made on its copy thread: by a source of what it gives, by a sink of
-what lies there after a read. The sink compares them when the verdict has come.
+what lies there after a read. The sink compares them when both its own and the verdict are there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvxfer.tensors.cuda_driver import StreamEvent
 from kvxfer.tensors.kv_digest import Cells, add_digests
 from kvxfer.transfer.plan import PullClass
 from kvxfer.transports.base import LocalMemory
@@ -42,15 +43,24 @@ class Verifier:
         self._of_thread = threading.local()
 
     def submit(
-        self, lane: Hashable, cells: Sequence[Cells], seed: int, done: Done, *about: object
+        self,
+        lane: Hashable,
+        cells: Sequence[Cells],
+        seed: int,
+        done: Done,
+        *about: object,
+        after: StreamEvent | None = None,
     ) -> None:
-        """Make the digests; ``done(*about, digests)`` is called once, later, on the IO thread."""
+        """Make the digests, on a GPU behind ``after``; ``done(*about, digests)`` is called once,
+        later, on the IO thread.
+        """
         work_nbytes = None  # a thread that waits for a GPU is not the IO thread
         if self._memory.device.type == "cpu":
             num_regions = sum(len(each.names) for each in cells)
             nbytes = sum(each.nbytes for each in cells)
             work_nbytes = work_of(nbytes, num_regions) * WORK
-        job = _DigestJob(lane, work_nbytes, self._pieces(cells, seed), self._post, (done, *about))
+        pieces = self._pieces(cells, seed, after)
+        job = _DigestJob(lane, work_nbytes, pieces, self._post, (done, *about))
         self._copy_thread.submit(job)
 
     def _digester(self) -> DeviceDigester | None:
@@ -64,12 +74,16 @@ class Verifier:
             known = self._of_thread.digester = DeviceDigester(self._memory.tensors)
         return known
 
-    def _pieces(self, cells: Sequence[Cells], seed: int) -> Iterator[int | Digests]:
+    def _pieces(
+        self, cells: Sequence[Cells], seed: int, after: StreamEvent | None
+    ) -> Iterator[int | Digests]:
         """The bytes of each piece of work, and at last the digests."""
         digester = self._digester()
         if digester is not None:
-            yield tuple(digester.digests(cells, seed))
+            yield tuple(digester.digests(cells, seed, after))
             return
+        if after is not None:
+            after.synchronize()
         found: list[int] = []
         for each in cells:
             sums = np.zeros(len(each.names), np.uint64)

@@ -76,14 +76,19 @@ class DeviceDigester:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._bound: dict[int, tuple[Side, _Bound]] = {}
 
-    def digests(self, classes: Sequence[Cells], seed: int) -> list[int]:
-        """The digest of each region, the classes one after the other.
+    def digests(
+        self, classes: Sequence[Cells], seed: int, after: StreamEvent | None = None
+    ) -> list[int]:
+        """The digest of each region, the classes one after the other; of what lies there behind
+        ``after``.
 
         The caller has checked the block ids. Raises ValueError for regions outside the memories or
         too many of them, and RuntimeError, PyTorch's, where the GPU has failed.
         """
         found = [np.zeros(len(cells.names), np.uint64) for cells in classes]
         begun: deque[_Begun] = deque()
+        if after is not None:
+            self._launcher.wait(self._stream, after)
         for cells, sums in zip(classes, found, strict=True):
             for piece in self._pieces(cells):
                 if len(begun) == AT_ONCE:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
+from kvxfer.connector.load_routes import Digesting
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.verifier import Verifier
 from kvxfer.tensors.device_digest import DeviceDigester
+from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.wire import BIND_TOKENS, Pull, Reason, Release, Verdict
-from kvxfer.transports.base import LocalMemory, ReadRequest
+from kvxfer.transports.base import LocalMemory, ReadRequest, SinkCompletion, TransferKey
 from kvxfer.transports.copy_thread import CopyJob
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
 from kvxfer.transports.shm_direct import ShmSink
@@ -383,17 +385,23 @@ def test_a_verdict_without_digests_fails_the_load(monkeypatch: pytest.MonkeyPatc
 class Held(Verifier):
     """Digests that nobody gets until they are let go."""
 
-    kept: list[Callable[[], object]]
+    kept: list[partial[object]]
     dones: list[Callable[[Any], object]]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.kept, self.dones = [], []
 
-    def submit(self, lane: Any, cells: Any, seed: Any, done: Any, *about: Any) -> None:
+    def submit(
+        self, lane: Any, cells: Any, seed: Any, done: Any, *about: Any, after: Any = None
+    ) -> None:
         told = partial(done, *about)
         self.dones.append(told)
-        super().submit(lane, cells, seed, lambda digests: self.kept.append(partial(told, digests)))
+
+        def keep(digests: Any) -> None:
+            self.kept.append(partial(told, digests))
+
+        super().submit(lane, cells, seed, keep, after=after)
 
     def end(self, worker: Any) -> None:
         for call in self.kept:
@@ -449,6 +457,83 @@ def test_a_stream_that_has_brought_all_is_not_cut_for_digests_that_are_late() ->
         sink.load("e", other, SINK_IDS, SPAN)
         until(lambda: all(len(each.kept) == 2 * num_routes for each in verifiers))
         assert sink.count("peers.peer_lost") == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"), [("its own", None), ("others", "corrupt"), ("none", "read_failed")]
+)
+@pytest.mark.parametrize("transport", ["shm", "zmq", "cuda_ipc"])
+def test_a_verdict_waits_for_the_digests_of_its_sink(
+    transport: str, made: str, reason: str | None
+) -> None:
+    """The source is asked for it meanwhile, and is through; its offer may end, which changes
+    nothing.
+    """
+    with engines(transport, "all") as (source, sink):
+        verifiers, num_routes = held(sink, "sink"), len(source.workers)
+        ref = source.offer("d", NUM_TOKENS, SOURCE_IDS)
+        source.compute("d")
+        sink.load("d", ref, SINK_IDS, SPAN)
+        until(lambda: all(len(each.kept) == num_routes for each in verifiers))
+        until(lambda: source.sent("d"))
+        until(lambda: all(run.verdict is not None for run in routes(sink)))
+        assert not sink.received("d")
+        for each in verifiers if made != "its own" else ():
+            each.kept = [
+                partial(told.func, *told.args[:-1], None if made == "none" else (*own[1:], own[0]))
+                for told, own in ((kept, kept.args[-1]) for kept in each.kept)
+            ]
+        for worker, verifier in zip(sink.workers, verifiers, strict=True):
+            verifier.end(worker)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {reason}
+        if reason == "read_failed":
+            (report,) = sink.reports("d")
+            assert "expected digests of what was read, got none" in report.detail
+
+
+def test_digests_are_made_behind_the_copies_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there before the host has seen the end of the read."""
+    is_seen, waited = threading.Event(), []
+
+    class Event(HostEvent):
+        def synchronize(self) -> None:
+            waited.append(self)
+
+    class Behind(CudaIpcSink):
+        def copied(self, keys: Collection[TransferKey]) -> Event:
+            return Event()
+
+        def _done(self) -> list[SinkCompletion]:
+            return super()._done() if is_seen.is_set() else []
+
+    use_sink(monkeypatch, "cuda_ipc", partial(_with_gpu, Behind))
+    with engines("cuda_ipc", "all") as (source, sink):
+        num_routes = len(source.workers)
+        ref = source.offer("d", NUM_TOKENS, SOURCE_IDS)
+        source.compute("d")
+        sink.load("d", ref, SINK_IDS, SPAN)
+        until(lambda: [run.digesting for run in routes(sink)] == [Digesting.OVER] * num_routes)
+        assert len(waited) == num_routes
+        assert not source.sent("d")
+        assert not sink.received("d")
+        is_seen.set()
+        for worker in sink.workers:
+            worker._service.io.wake()  # type: ignore[union-attr]
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {None}
+        assert len(waited) == num_routes  # none is made twice
+        expect_copied(source, sink, SOURCE_IDS, SINK_IDS, SPAN)
+
+
+def routes(sink: Engine) -> list[Any]:
+    """Of the loads of all ranks."""
+    return [
+        run
+        for worker in sink.workers
+        for load in worker._service.sink._by_request.values()  # type: ignore[union-attr]
+        for run in load.routes.values()
+    ]
 
 
 def live(source: Engine) -> list[Any]:
