@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvxfer.kernels.kv_digest import NUM_ARRAYS, NUM_PARAMS, plan_digest
+from kvxfer.kernels.kv_digest import ALIGN_NBYTES, NUM_ARRAYS, NUM_PARAMS, plan_digest
 from kvxfer.tensors.cuda_driver import StreamEvent
 from kvxfer.tensors.device_launch import GpuLauncher, HostLauncher, JobRing, Slot
 from kvxfer.tensors.kv_digest import (
@@ -39,11 +39,11 @@ _HEAD_KEY = int(np.uint64(HEAD).astype(np.int64))
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A side in these memories. ``element_nbytes`` divides its addresses, strides and sizes."""
+    """A side in these memories. ``align_nbytes`` divides its addresses, strides and sizes."""
 
     addresses: Ids
     channels: tuple[int, int] | None
-    element_nbytes: int
+    align_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class DeviceDigester:
             heads=(tile.num_heads, tile.stride_head, _HEAD_KEY),
             inner_nbytes=tile.inner_nbytes,
             channels=bound.channels,
-            element_nbytes=bound.element_nbytes,
+            align_nbytes=bound.align_nbytes,
         )
         token_keys = cells.tokens.view(np.uint64) * np.uint64(TOKEN)
         token_keys += np.uint64(cells.head_lo * HEAD % (1 << 64))
@@ -158,8 +158,9 @@ class DeviceDigester:
         addresses = [starts[base.memory] + base.offset for base in side.bases]
         apart = (tile.channel_nbytes, tile.stride_channel) if tile.has_channels_apart else None
         strides = (tile.stride_block, tile.stride_head, tile.stride_token)
-        element = math.gcd(8, *addresses, *(apart or ()), tile.inner_nbytes, *strides)
-        return _Bound(np.array(addresses, np.int64), apart, element)
+        sizes = (*(apart or ()), tile.inner_nbytes, *strides)
+        align_nbytes = math.gcd(ALIGN_NBYTES, *addresses, *sizes)
+        return _Bound(np.array(addresses, np.int64), apart, align_nbytes)
 
 
 def _add(begun: _Begun) -> None:
