@@ -15,6 +15,7 @@ from typing import cast
 
 import msgspec
 
+from kvxfer.connector.foresight import Foreseen
 from kvxfer.connector.io_thread import IoThread, Timer
 from kvxfer.connector.records import GroupBlockIds
 from kvxfer.connector.verifier import Digests
@@ -88,7 +89,7 @@ class GivenOffer:
     ``heard_s``: when each sink engine last sent a message about the offer. ``identities``: the
     connection of each consumer. ``speakers``: the last connection of each sink engine that was
     granted the offer, or knows its tokens. ``asked``: by consumer, while the offer lives.
-    ``checks``: of those that verify what they read.
+    ``checks``: of those that verify what they read; ``foreseen``: digests that they will ask for.
     """
 
     request_id: str
@@ -106,6 +107,7 @@ class GivenOffer:
     speakers: dict[bytes, bytes] = field(default_factory=dict)
     asked: dict[Consumer, Asked] = field(default_factory=dict)
     checks: dict[Consumer, Check] = field(default_factory=dict)
+    foreseen: list[Foreseen] = field(default_factory=list)
     name: bytes = b""
     finders: dict[bytes, Find] = field(default_factory=dict)
 

@@ -20,6 +20,7 @@ from msgspec import UNSET, UnsetType
 from kvxfer.config import Config
 from kvxfer.connector.board import Ends, Posted
 from kvxfer.connector.control import ControlServer
+from kvxfer.connector.foresight import Foreseen, Foresight
 from kvxfer.connector.given_offer import (
     Asked,
     Check,
@@ -165,7 +166,7 @@ class Source:
         self._transports = served.transports
         self._server = server
         self._is_front_door = served.manifest.rank == RankId(0, 0)  # which writes for all ranks
-        self._untaken = UntakenKV()
+        self._untaken, self._foresight = UntakenKV(), Foresight()
         self._keepings = group_keepings(served.manifest.regions)
         self._streams: dict[TransferKey, _Stream] = {}
         self._live: dict[bytes, GivenOffer] = {}
@@ -628,6 +629,15 @@ class Source:
         if check.is_begun or offer.state is OfferState.PENDING:
             return
         check.is_begun = True
+        self._foresight.asked(verify, offer.num_tokens)
+        foreseen = next((each for each in offer.foreseen if each.verify == verify), None)
+        if foreseen is not None:
+            foreseen.is_asked = True
+            if foreseen.is_made:
+                self._checked(offer, consumer, foreseen.digests)
+            else:
+                foreseen.waiting.append(consumer)
+            return
         try:
             cells = given_cells(self._resolver, offer, verify)
         except (KvxferError, ValueError) as e:  # the sink gets no digests, and fails its load
@@ -636,6 +646,28 @@ class Source:
             return
         lane = ("digest", asked.key)
         self._verifier.submit(lane, cells, seed_of(offer.nonce), self._checked, offer, consumer)
+
+    def _foresee(self, offer: GivenOffer) -> None:
+        """Begin to make the digests of a complete offer that sinks will ask for."""
+        if offer.asked:  # they have, and get them now
+            return
+        for number, verify in enumerate(self._foresight.expected(offer.num_tokens)):
+            try:
+                cells = given_cells(self._resolver, offer, verify)
+            except (KvxferError, ValueError):  # not of this offer
+                continue
+            foreseen = Foreseen(verify)
+            offer.foreseen.append(foreseen)
+            lane, seed = ("digest", offer.nonce, number), seed_of(offer.nonce)
+            self._verifier.submit(lane, cells, seed, self._on_foreseen, offer, foreseen)
+
+    def _on_foreseen(self, offer: GivenOffer, foreseen: Foreseen, digests: Digests | None) -> None:
+        foreseen.digests, foreseen.is_made = digests, True
+        if digests is None and foreseen in offer.foreseen:  # who asks later has them made anew
+            offer.foreseen.remove(foreseen)
+        waiting, foreseen.waiting = foreseen.waiting, []
+        for consumer in waiting:
+            self._io.guard(self._checked, offer, consumer, digests)
 
     def _checked(self, offer: GivenOffer, consumer: Consumer, digests: Digests | None) -> None:
         check = offer.checks[consumer]
@@ -698,6 +730,7 @@ class Source:
         now_s = self._io.now()
         offer.opened_s, offer.lease_until_s = now_s, now_s + self._config.lease_s
         self._look_at(offer, offer.lease_until_s)  # from now on it ends, whatever fails
+        self._foresee(offer)
         self._step(offer, ReadyCompleted())
         finders, offer.finders = offer.finders, {}
         for identity, find in finders.items():
@@ -743,6 +776,10 @@ class Source:
         offer.block_ids = ()
         self.num_held_blocks -= offer.num_held_blocks
         offer.asked.clear()  # the session alone answers from now on
+        foreseen, offer.foreseen = offer.foreseen, []
+        for each in foreseen:
+            if not each.is_asked:
+                self._foresight.missed(each.verify, offer.num_tokens)
         offer.speakers.clear()
         finders, offer.finders = offer.finders, {}
         self._over[offer.nonce] = offer
