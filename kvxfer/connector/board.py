@@ -7,6 +7,10 @@ saved. The sink still sends Pull and Release, so the source knows its consumers,
 not wait for the answers. What the board cannot show (an offer that is not open yet, has other
 tokens, has too many ids or is over) the source answers by message.
 
+Digests that sinks will ask for (:mod:`kvxfer.connector.foresight`) stand in an entry of their own,
+whose nonce is made of the offer's and the question. They are of the bytes as they were offered, so
+they say nothing of whether the offer is still open.
+
 Theory of operation
 -------------------
 An entry is a state, the offer's nonce and the offer. The source writes OPEN after everything else
@@ -27,12 +31,14 @@ one before.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import platform
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TypeVar
 
 import msgspec
 from torch import Tensor
@@ -40,7 +46,7 @@ from torch import Tensor
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import MappedPool, SharedPool, open_shared
 from kvxfer.transfer.manifest import MemfdHandle
-from kvxfer.transfer.wire import Reason
+from kvxfer.transfer.wire import Reason, Verify
 
 NUM_SLOTS = 1024
 SLOT_NBYTES = 16 << 10
@@ -64,8 +70,21 @@ class Posted(msgspec.Struct, frozen=True, array_like=True):
     block_ids: tuple[tuple[int, ...], ...]
 
 
+class PostedDigests(msgspec.Struct, frozen=True, array_like=True):
+    """Of each region that a sink asks about, the classes one after the other."""
+
+    digests: tuple[int, ...]
+
+
+def nonce_of_digests(nonce: bytes, verify: Verify) -> bytes:
+    """Where the digests stand that a sink asks of an offer: 16 bytes that nobody draws."""
+    return hashlib.blake2b(_encoder.encode(verify), digest_size=16, key=nonce).digest()
+
+
+_Entry = TypeVar("_Entry", Posted, PostedDigests)
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Posted)
+_offers = msgspec.msgpack.Decoder(Posted)
+_digests = msgspec.msgpack.Decoder(PostedDigests)
 
 
 def _slots(first: int) -> Iterator[int]:
@@ -104,9 +123,9 @@ class Board:
         assert isinstance(handle, MemfdHandle)
         return handle
 
-    def post(self, nonce: bytes, offer: Posted) -> bool:
-        """Show an open offer. False if there is no room for it."""
-        frame = _encoder.encode(offer)
+    def post(self, nonce: bytes, entry: Posted | PostedDigests) -> bool:
+        """Show an open offer, or digests. False if there is no room."""
+        frame = _encoder.encode(entry)
         if len(frame) > SLOT_NBYTES - _HEADER_NBYTES:
             return False
         first, second = _NONCE.unpack(nonce)
@@ -187,6 +206,15 @@ class Ends:
                 return None
             return self._board.post(nonce, posted)
 
+    def show_digests(self, nonce: bytes, verify: Verify, digests: tuple[int, ...]) -> None:
+        """Of an offer, if there is room; until :meth:`hide_digests`."""
+        if self._board is not None:
+            with self._lock:
+                self._board.post(nonce_of_digests(nonce, verify), PostedDigests(digests))
+
+    def hide_digests(self, nonce: bytes, verify: Verify) -> None:
+        self.hide(nonce_of_digests(nonce, verify))
+
     def hide(self, nonce: bytes) -> None:
         """The source itself has ended an offer, before any block of it is freed."""
         if self._board is not None:
@@ -227,6 +255,14 @@ class BoardView:
             return None
 
     def find(self, nonce: bytes) -> Posted | None:
+        return self._read(nonce, _offers)
+
+    def digests(self, nonce: bytes) -> tuple[int, ...] | None:
+        """By the nonce of :func:`nonce_of_digests`."""
+        found = self._read(nonce, _digests)
+        return None if found is None else found.digests
+
+    def _read(self, nonce: bytes, decoder: msgspec.msgpack.Decoder[_Entry]) -> _Entry | None:
         slot = self._find(nonce)
         if slot is None:
             return None
@@ -239,7 +275,7 @@ class BoardView:
         if not self._is_at(slot, *_NONCE.unpack(nonce)):
             return None
         try:
-            return _decoder.decode(frame)
+            return decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, assert_never
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from kvxfer.connector.board import nonce_of_digests
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import GroupBlockIds, NewLoad
 from kvxfer.connector.verifier import Digests
@@ -97,7 +98,8 @@ class RouteRun:
     null route), and its progress (times of ``time.monotonic``). ``incomplete``: (group, position)
     of the blocks that the route fills only partly. ``owes_pull``: the board has answered the Pull,
     so the Pull may be sent behind the read. ``digests``: of what lies here after the read, where
-    that is verified; None if they could not be made. ``verdict``: waits for them.
+    that is verified; None if they could not be made. ``verdict``: waits for them. ``shown_as``:
+    where a board has the source's.
 
     ``key``: of the read that runs, or ran last. ``granted_ids``: of what is open; ``is_growing``:
     more will be than ``open_tokens``, or the whole that is verified. ``asked_tokens``: up to where
@@ -115,6 +117,7 @@ class RouteRun:
     owes_pull: bool = False
     digesting: Digesting = Digesting.NOT_BEGUN
     digests: Digests | None = None
+    shown_as: bytes = b""
     verdict: Verdict | None = None
     is_growing: bool = False
     granted_ids: GroupBlockIds = ()
@@ -203,7 +206,10 @@ def _make_run(
         part_tokens=_said(request),
     )
     wire = addressing.transports.get(pull.transport)
-    return RouteRun(pull, key, request, wire, incomplete, is_growing=order.grows)
+    verify, shown_as = pull.verify, b""
+    if not isinstance(verify, UnsetType) and not pull.classes:  # streams have no board
+        shown_as = nonce_of_digests(pull.offer.nonce, verify)
+    return RouteRun(pull, key, request, wire, incomplete, is_growing=order.grows, shown_as=shown_as)
 
 
 class ChunkSize(NamedTuple):

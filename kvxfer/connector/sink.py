@@ -639,24 +639,24 @@ class Sink:
         run.asked_s = self._io.now()
         if run.owes_pull:  # of a null route
             self._send_owed(load, source)
-        board = _board(run, peer, source)
         release = Release(run.pull.offer, run.pull.consumer)
-        is_shown = board is not None and board.is_open(run.pull.offer.nonce)
-        if not is_shown or run.pull.verify is not UNSET:  # the board has no digests
+        verdict = _shown_verdict(run, _board(run, peer, source))
+        if verdict is None:
             peer.send(source, release)
             return None
         peer.send_later(source, release)
         self._ledger.count("board.verdicts")
-        return VerdictArrived(source, True, None)
+        return self._judged(load, source, verdict)
 
     def _send_owed(self, load: SinkLoad, source: RankId) -> None:
         """The Pull that the board has answered: behind the read, which need not wait for it. What
-        is waited for is its digests.
+        is waited for is its digests, where the board does not show them.
         """
         run, peer = load.routes[source], self._peer(load)
         run.owes_pull = False
         self._shown[load.order.source.offer] = None
-        send = peer.send_later if run.pull.verify is UNSET else peer.send
+        is_answered = _shown_verdict(run, _board(run, peer, source)) is not None
+        send = peer.send_later if is_answered else peer.send
         send(source, run.pull)
         self._ledger.count("board.grants")
 
@@ -768,6 +768,19 @@ class Sink:
         self._ledger.count("loads.undrained")
         _log.error("request %s: expected its read to end, and it does not", load.order.request_id)
         self._peer(load).end(Failure(Reason.PEER_LOST, "a read from it does not end"))
+
+
+def _shown_verdict(run: RouteRun, board: BoardView | None) -> Verdict | None:
+    """What the source would answer to a Release now, if the board says so: that the offer is open,
+    and the digests of a read that is verified.
+    """
+    offer = run.pull.offer
+    if board is None or not board.is_open(offer.nonce):
+        return None
+    if run.pull.verify is UNSET:
+        return Verdict(offer, run.pull.consumer, True, None)
+    digests = board.digests(run.shown_as)
+    return None if digests is None else Verdict(offer, run.pull.consumer, True, None, digests)
 
 
 def _board(run: RouteRun, peer: Peer, source: RankId) -> BoardView | None:

@@ -662,9 +662,12 @@ class Source:
             self._verifier.submit(lane, cells, seed, self._on_foreseen, offer, foreseen)
 
     def _on_foreseen(self, offer: GivenOffer, foreseen: Foreseen, digests: Digests | None) -> None:
+        if foreseen in offer.foreseen:
+            if digests is not None:
+                self._ends.show_digests(offer.nonce, foreseen.verify, digests)
+            else:  # who asks later has them made anew
+                offer.foreseen.remove(foreseen)
         foreseen.digests, foreseen.is_made = digests, True
-        if digests is None and foreseen in offer.foreseen:  # who asks later has them made anew
-            offer.foreseen.remove(foreseen)
         waiting, foreseen.waiting = foreseen.waiting, []
         for consumer in waiting:
             self._io.guard(self._checked, offer, consumer, digests)
@@ -778,6 +781,7 @@ class Source:
         offer.asked.clear()  # the session alone answers from now on
         foreseen, offer.foreseen = offer.foreseen, []
         for each in foreseen:
+            self._ends.hide_digests(offer.nonce, each.verify)
             if not each.is_asked:
                 self._foresight.missed(each.verify, offer.num_tokens)
         offer.speakers.clear()

@@ -410,6 +410,17 @@ def expect_moved(
 # hand it messages, and look at what it keeps where nothing outside would show it.
 
 
+def live_offers(source: Engine) -> list[GivenOffer]:
+    """Of all ranks."""
+    services = map(service_behind, source.workers)
+    return [offer for each in services for offer in list(each.source._live.values())]
+
+
+def has_foreseen(offer: GivenOffer) -> bool:
+    """The digests that one sink will ask for are made."""
+    return [each.is_made for each in offer.foreseen] == [True]
+
+
 def service_of(engine: Engine, number: int = 0) -> RankService:
     return service_behind(engine.workers[number])
 

@@ -18,13 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.connector import sink as sink_module
-from kvxfer.connector.board import NUM_SLOTS, PROBES, SLOT_NBYTES, Board, BoardView, Posted
+from kvxfer.connector.board import (
+    NUM_SLOTS,
+    PROBES,
+    SLOT_NBYTES,
+    Board,
+    BoardView,
+    Ends,
+    Posted,
+    nonce_of_digests,
+)
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemfdHandle
 from kvxfer.transfer.session import Break
 from kvxfer.transfer.source_session import OfferSession
-from kvxfer.transfer.wire import Broken, Grant, Reason, Refuse, Verdict
+from kvxfer.transfer.wire import Broken, Grant, Reason, Refuse, Verdict, Verify
 from tests.builders import EngineShape
 from tests.connector.rig import (
     DIGEST,
@@ -147,6 +156,21 @@ def test_it_says_what_a_dictionary_says(steps: list[tuple[bool, int]]) -> None:
 def _colliding(which: int, number: int) -> bytes:
     first = which % 3 + NUM_SLOTS * 5  # three neighbours
     return first.to_bytes(8, sys.byteorder) + (which * 1000 + number).to_bytes(8, sys.byteorder)
+
+
+def test_digests_stand_beside_their_offer_by_its_nonce_and_the_question(
+    board: Board, view: BoardView
+) -> None:
+    ends, nonce, one, other = Ends(board), b"n" * 16, Verify(1, ()), Verify(16, ())
+    ends.show_digests(nonce, one, ((1 << 64) - 1, 0))
+    assert view.digests(nonce_of_digests(nonce, one)) == ((1 << 64) - 1, 0)
+    assert view.digests(nonce_of_digests(nonce, other)) is None
+    assert view.digests(nonce_of_digests(b"m" * 16, one)) is None
+    assert not view.is_open(nonce)  # they say nothing of the offer
+    ends.hide_digests(nonce, other)
+    assert view.digests(nonce_of_digests(nonce, one)) is not None
+    ends.hide_digests(nonce, one)
+    assert view.digests(nonce_of_digests(nonce, one)) is None
 
 
 def test_a_closed_board_says_that_all_is_over(view: BoardView, board: Board) -> None:

@@ -11,10 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.connector.board import BoardView, nonce_of_digests
 from kvxfer.connector.foresight import MOST_KINDS, MOST_MISSES, Foresight
+from kvxfer.connector.given_offer import GivenOffer
+from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
-from kvxfer.transfer.wire import Verify
-from tests.connector.rig import Engine, expect_copied, until
+from kvxfer.transfer.wire import Grant, Verdict, Verify
+from tests.connector.inside import service_behind
+from tests.connector.rig import Engine, expect_copied, has_foreseen, live_offers, until
 from tests.connector.test_verify import (
     NUM_TOKENS,
     SINK_IDS,
@@ -23,9 +27,9 @@ from tests.connector.test_verify import (
     Held,
     engines,
     held,
-    live,
     load,
 )
+from tests.spoken import change_messages
 
 
 def question(lo: int, hi: int, *, head: int = 0, every: int = 1) -> Verify:
@@ -103,7 +107,7 @@ def test_they_are_made_before_they_are_asked_for(transport: str, is_late: bool) 
             end(source, verifiers)
         sink.load("e", ref, SINK_IDS, SPAN)
         if is_late:
-            until(lambda: all(offer.checks for offer in live(source)))
+            until(lambda: all(offer.checks for offer in live_offers(source)))
             assert not sink.received("e")
             end(source, verifiers)
         until(lambda: sink.received("e"))
@@ -141,6 +145,40 @@ def test_digests_of_an_offer_that_has_changed_its_blocks_are_of_no_other() -> No
         sink.load("e", ref, SINK_IDS, SPAN)
         until(lambda: sink.received("e"))
         assert "corrupt" in sink.reasons("e")
+
+
+@pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
+def test_a_board_shows_them_and_no_answer_is_waited_for(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engines(transport, "all") as (source, sink):
+        assert load(source, sink, "d") == {None}
+        until(partial(source.sent, "d"))
+        change_messages(
+            monkeypatch, lambda said: () if isinstance(said, Grant | Verdict) else (said,)
+        )
+        ref = source.offer("e", NUM_TOKENS, SOURCE_IDS)
+        source.compute("e")
+        until(lambda: [*map(has_foreseen, live_offers(source))] == [True] * len(source.workers))
+        offers = live_offers(source)
+        assert all(map(shows, source.workers, offers))
+        sink.load("e", ref, SINK_IDS, SPAN)
+        until(lambda: sink.received("e"))
+        assert sink.reasons("e") == {None}
+        assert sink.count("verify.equal") == 4
+        expect_copied(source, sink, SOURCE_IDS, SINK_IDS, SPAN)
+        until(partial(source.sent, "e"))  # it has heard of it all the same
+        assert not any(map(shows, source.workers, offers))
+
+
+def shows(worker: WorkerConnector, offer: GivenOffer) -> bool:
+    """Whether the rank's board has the digests that sinks have asked for of the offer before."""
+    board = BoardView.open(worker.get_handshake_metadata().board)
+    assert board is not None
+    (question,) = service_behind(worker).source._foresight.expected(offer.num_tokens)
+    found = board.digests(nonce_of_digests(offer.nonce, question))
+    board.close()
+    return found is not None
 
 
 def test_offers_that_nobody_verifies_end_them() -> None:

@@ -16,6 +16,7 @@ import zmq
 
 from kvxfer.connector import io_thread, worker_side
 from kvxfer.connector.control import ControlClient
+from kvxfer.connector.foresight import Foresight
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import (
@@ -39,7 +40,9 @@ from tests.connector.rig import (
     POISON,
     Engine,
     expect_copied,
+    has_foreseen,
     io_thread_of,
+    live_offers,
     pass_s,
     service_of,
     until,
@@ -194,16 +197,24 @@ def test_the_engine_begins_what_is_quick(watch: Watch, shape: EngineShape, hold:
 
 
 @pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("foresees", [True, False])
 @pytest.mark.parametrize(
     "settings", [{}, {"offer_board": False}, {"verify": "all"}], ids=["", "no board", "verified"]
 )
 def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
-    settings: dict[str, Any], in_step: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    foresees: bool,
+    in_step: bool,
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else both would want the interpreter while the step is launched. It is woken for a Pull whose
-    answer is waited for, and for a load that the step does not wait for.
+    answer is waited for, for digests, and for a load that the step does not wait for.
     """
+    if not foresees:
+        monkeypatch.setattr(Foresight, "expected", lambda *arguments: [])
     sleeps = in_step and not settings
+    is_shown = not settings or ("verify" in settings and foresees)
     woken: list[str] = []
     said: list[tuple[str, type]] = []
     watch.note(IoThread, "wake", woken.append)
@@ -218,6 +229,8 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
         (worker,) = sink.workers
         for _ in range(3):
             name, ref = two.offered()
+            if is_shown and settings:
+                until(lambda: [has_foreseen(each) for each in live_offers(source)] == [True])
             load = msgspec.structs.replace(load_of(name, ref, (3, 4)), in_step=in_step)
             until(lambda: not two.io._is_wanted)  # by the last wake: who borrows would pass it on
             woken.clear()
@@ -228,7 +241,7 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
             until(lambda name=name: (sink.collect(), sink.received(name))[1])  # type: ignore[misc]
             assert sink.reasons(name) == {None}
             assert (watch.engine in woken) != sleeps
-            assert ((watch.engine, Pull) in said) == bool(settings)
+            assert ((watch.engine, Pull) in said) != is_shown
             two.io.wake()  # a timer's round may have come before
             until(lambda name=name: source.sent(name))  # type: ignore[misc]
         expect_copied(source, sink, [1, 2], [3, 4], (0, 32))

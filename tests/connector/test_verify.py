@@ -30,7 +30,16 @@ from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
 from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_packing import ChunkJob
 from tests.builders import EngineShape
-from tests.connector.rig import NIXL, POISON, UCX, Engine, expect_copied, pass_s, until
+from tests.connector.rig import (
+    NIXL,
+    POISON,
+    UCX,
+    Engine,
+    expect_copied,
+    live_offers,
+    pass_s,
+    until,
+)
 from tests.copies import is_unpack
 from tests.spoken import change_messages, watch_messages
 from tests.transports.host_gpu import gpu_of
@@ -429,7 +438,7 @@ def test_blocks_are_kept_until_their_digests_are_made(transport: str, is_ended: 
         source.compute("d")
         sink.load("d", ref, SINK_IDS, SPAN)
         until(lambda: all(each.kept for each in verifiers))
-        until(lambda: all(list(offer.checks.values())[0].waiting for offer in live(source)))
+        until(lambda: all(list(offer.checks.values())[0].waiting for offer in live_offers(source)))
         assert not source.sent("d")
         assert not sink.received("d")
         if is_ended:
@@ -536,15 +545,6 @@ def routes(sink: Engine) -> list[Any]:
     ]
 
 
-def live(source: Engine) -> list[Any]:
-    """The offers of all ranks."""
-    return [
-        offer
-        for worker in source.workers
-        for offer in worker._service.source._live.values()  # type: ignore[union-attr]
-    ]
-
-
 def test_an_abort_meanwhile_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     with engines("shm", "all") as (source, sink):
         verifiers = held(source)
@@ -577,7 +577,7 @@ def test_what_cannot_be_verified_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         assert load(source, sink) == {"plan"}
         (report,) = sink.reports("d")
         assert "verify: expected at most the offered 96 tokens, got 97" in report.detail
-        assert not [offer for offer in live(source) if offer.checks]
+        assert not [offer for offer in live_offers(source) if offer.checks]
 
 
 def test_nobody_gets_digests_without_a_grant() -> None:
