@@ -16,7 +16,6 @@ import zmq
 
 from kvxfer.connector import io_thread, worker_side
 from kvxfer.connector.control import ControlClient
-from kvxfer.connector.foresight import Foresight
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import (
@@ -209,10 +208,9 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else both would want the interpreter while the step is launched. It is woken for a Pull whose
-    answer is waited for, for digests, and for a load that the step does not wait for.
+    answer is waited for, for digests, and for a load that the step does not wait for. A source
+    foresees the digests of loads that are like those before.
     """
-    if not foresees:
-        monkeypatch.setattr(Foresight, "expected", lambda *arguments: [])
     sleeps = in_step and not settings
     is_shown = not settings or ("verify" in settings and foresees)
     woken: list[str] = []
@@ -227,11 +225,12 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
         monkeypatch.setattr(io_thread, "LEISURE_S", 3600.0)
         monkeypatch.setattr(worker_side, "LATE_S", 300.0)
         (worker,) = sink.workers
-        for _ in range(3):
+        for token_lo in (0, 0, 0) if foresees else (8, 16, 24):
             name, ref = two.offered()
             if is_shown and settings:
                 until(lambda: [has_foreseen(each) for each in live_offers(source)] == [True])
-            load = msgspec.structs.replace(load_of(name, ref, (3, 4)), in_step=in_step)
+            load = load_of(name, ref, (3, 4))
+            load = msgspec.structs.replace(load, token_lo=token_lo, in_step=in_step)
             until(lambda: not two.io._is_wanted)  # by the last wake: who borrows would pass it on
             woken.clear()
             said.clear()
@@ -240,7 +239,8 @@ def test_the_io_thread_sleeps_while_the_engine_sees_its_load_through(
             worker.wait_for_save()
             until(lambda name=name: (sink.collect(), sink.received(name))[1])  # type: ignore[misc]
             assert sink.reasons(name) == {None}
-            assert (watch.engine in woken) != sleeps
+            if settings.keys() != {"verify"}:  # digests are told by whoever has made them
+                assert (watch.engine in woken) != sleeps
             assert ((watch.engine, Pull) in said) != is_shown
             two.io.wake()  # a timer's round may have come before
             until(lambda name=name: source.sent(name))  # type: ignore[misc]

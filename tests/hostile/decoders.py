@@ -28,7 +28,7 @@ from kvxfer.cli.options import parse_address as parse_host_port
 from kvxfer.cli.prompts import load_prompts, load_trace
 from kvxfer.config import Config, load_config
 from kvxfer.connector.access import Listeners, check_host, check_introduction
-from kvxfer.connector.board import NUM_SLOTS, SLOT_NBYTES, BoardView, Posted
+from kvxfer.connector.board import NUM_SLOTS, SLOT_NBYTES, BoardView, Posted, PostedDigests
 from kvxfer.connector.given_offer import PullRefused, asked_of, read_pull
 from kvxfer.connector.params import (
     LoadWanted,
@@ -193,7 +193,7 @@ def _board() -> tuple[SharedPool, BoardView]:
 
 def _board_entry(frame: bytes, _: Path) -> object:
     """A slot whose source writes into it what it likes: that it is open, the nonce, 8 bytes of
-    length, then the offer.
+    length, then the offer, or digests.
     """
     pool, view = _board()
     nonce = OFFER.nonce
@@ -202,9 +202,10 @@ def _board_entry(frame: bytes, _: Path) -> object:
     pool.tensor.numpy()[begin : begin + SLOT_NBYTES] = 0
     content = content[:SLOT_NBYTES]
     pool.tensor.numpy()[begin : begin + len(content)] = memoryview(content)
-    found = view.find(nonce)
+    found, digests = view.find(nonce), view.digests(nonce)
     assert found is None or isinstance(found, Posted)
-    return found
+    assert digests is None or all(isinstance(each, int) for each in digests)
+    return found, digests
 
 
 def _board_seeds() -> Iterator[bytes]:
@@ -212,6 +213,7 @@ def _board_seeds() -> Iterator[bytes]:
         Posted(None, 70, ((5, 3, 4000), (-1, 7))),
         Posted(b"d" * 32, 1, ((),)),
         Posted(b"d" * 32, 60_000, (tuple(range(3800)),)),
+        PostedDigests(((1 << 64) - 1, 0, 77)),
     ):
         frame = pack(posted)
         yield len(frame).to_bytes(8, "little") + frame
@@ -565,7 +567,7 @@ DECODERS = (
         tuple(_board_seeds()),
         _board_entry,
         (),
-        ("connector/board.py:BoardView.find", "connector/board.py:BoardView._find"),
+        ("connector/board.py:BoardView._read", "connector/board.py:BoardView._find"),
     ),
     Decoder(
         "memory handle",
