@@ -62,6 +62,7 @@ _BOUNDS: Final = {  # name: (least, most, what or why)
     "lease_s": (0, 86_400, " s, as a message may say it"),
     "load_in_step_s": (0, 1, " s"),
     "early_share": (0, 1, ""),
+    "early_ahead": (0, 1, ""),
     "zmq_streams": (0, 16, "; 0 is by the number of cores"),
 }
 # (shorter, longer, why)
@@ -123,6 +124,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The part of this engine's blocks, 0 to 1, that requests may hold whose prompt is still being
     computed elsewhere. 0: they wait until it is complete. Change it to a smaller one where decode
     runs out of blocks."""
+    early_ahead: float = 0.25
+    """The part of this engine's blocks, 0 to 1 and within ``early_share``, that requests may hold
+    whose prefill has not been heard of yet: what it has in its cache comes a trip of the network
+    sooner or two. 0: they hold none before. Change it to a smaller one where decode runs out of
+    blocks and prompts wait long in the queue of prefill."""
     load_in_step_s: float = 0.002
     """Loads that together take no longer, by the trials of their wires, are part of the step that
     orders them: it computes behind their copies. Where no other request runs, five times as long.

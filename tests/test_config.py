@@ -28,6 +28,7 @@ DEFAULTS = {
     "grow_offers": True,
     "early_wait_s": 30.0,
     "early_share": 0.5,
+    "early_ahead": 0.25,
     "load_in_step_s": 0.002,
     "peer_silent_s": 3.0,
     "connect_timeout_s": 5.0,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kvxfer.connector.io_thread import Timer
+from kvxfer.connector.loads import MAX_PRESUMED
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import BACK_OFF_S, Peers
@@ -164,6 +165,7 @@ ASK_S = 1.0
 """An answer that is this late is asked for again."""
 BEYOND_S = 2.0
 """How long after the source's own time-out its answer may come."""
+MAX_ASKED = MAX_EARLY - 2 * MAX_PRESUMED
 MAX_WANTED = 1 << 14
 """Requests that are looked for, and those whose offers are not complete yet."""
 FRONT_DOOR = RankId(0, 0)
@@ -187,7 +189,7 @@ class _Wanted:
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """What one source has of these questions: MAX_EARLY at most, or others wait here. The first of
+    """What one source has of these questions: MAX_ASKED at most, or others wait here. The first of
     the ``unwanted`` gives its place up then.
     """
 
@@ -208,7 +210,8 @@ class Finder:
     which of them it is. So one of them is asked for at a time, and the next one when that was not
     found.
 
-    A source has room for MAX_EARLY questions of a connection. The others wait here for their turn.
+    A source has room for MAX_EARLY messages of a connection that come before their offer: Pulls of
+    offers that are presumed, and MAX_ASKED questions. The others wait here for their turn.
     """
 
     def __init__(self, around: Surroundings, peers: Peers) -> None:
@@ -308,7 +311,7 @@ class Finder:
         room = self._room(order)
         if wanted.is_asked:
             return True
-        if room.num_asked >= MAX_EARLY:
+        if room.num_asked >= MAX_ASKED:
             room.unasked[order] = None
             return False
         room.num_asked += 1

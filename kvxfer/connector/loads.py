@@ -9,6 +9,10 @@ here while the source looks for the offer by the router's id. Once found, it is 
 what is open while the rest is computed, as long as such loads hold no more than a share of the
 blocks. Where the prefill was preempted it is finding again.
 
+The first offer of a router's id has a nonce that can be known before it is told. So such a load may
+*presume* that it is this one, and ask for it at once, with blocks of a smaller share. What is found
+then confirms that, or ends the load as if the prefill had been preempted.
+
 Requests may have the same offer: an HTTP request that was sent again, several samples of one
 prompt. The oldest of them loads; the others wait for its end. When it has loaded, the others find
 its KV in the prefix cache. When its tokens were not the offered ones, the next request tries. The
@@ -43,8 +47,8 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.tracing import trace_of
 from kvxfer.transfer.manifest import MemfdHandle
-from kvxfer.transfer.tokens import digest_keys, token_digest
-from kvxfer.transfer.wire import OfferRef, Reason
+from kvxfer.transfer.tokens import digest_keys, named_nonce, token_digest
+from kvxfer.transfer.wire import MAX_EARLY, OfferRef, Reason
 
 READ_BEFORE = "another request of this engine has read the offer"
 REMEMBERED = 1 << 16
@@ -61,6 +65,14 @@ class LoadState(enum.Enum):
     ENDED = "ended"  # accepted, failed or given up
 
 
+_ENDS_OF_OFFERS = (Reason.ENDED, Reason.ABORTED, Reason.EXPIRED, Reason.RESET)
+"""How a load fails that has presumed an offer which was over before. What is found says whether
+there is another.
+"""
+MAX_PRESUMED = MAX_EARLY // 8
+"""Offers that are asked for before they were found. A source has room for MAX_EARLY of what comes
+early over one connection: of each of these a Pull and a Cancel, and the questions have the rest.
+"""
 _OVER = (LoadState.ABORTED, LoadState.ENDED)
 """Their requests want no offer any more."""
 
@@ -70,7 +82,9 @@ class Load:
     """One wanted load; ``num_local_tokens``: how many tokens the engine has cached, by its last
     call. ``is_spent``: another request has read the offer. ``in_step_s``: how long it
     will take, if the engine was last told that it is part of the step. ``early``: where to find the
-    offer, of a request that came early; ``is_growing``: it is not complete yet.
+    offer, of a request that came early; ``is_growing``: it is not complete yet. ``may_presume``:
+    its nonce is known before; ``is_presumed``: ``source`` is that, and was not found yet;
+    ``is_held_late``: it was found, and is held since, when the load had begun.
     """
 
     source: SourceRef
@@ -82,6 +96,9 @@ class Load:
     trace: TraceHeaders = ()
     early: SourceRef | None = None
     is_growing: bool = False
+    may_presume: bool = False
+    is_presumed: bool = False
+    is_held_late: bool = False
 
     @property
     def is_in_step(self) -> bool:
@@ -115,16 +132,24 @@ class LoadBook:
         self._finds: list[FindOffer] = []
         self._by_name: dict[str, list[str]] = {}
         """The requests that came early, by the name of what they look for."""
+        self._presumed: dict[str, int] = {}
+        """Likewise, of offers that were not found yet."""
+        self._parked: set[str] = set()
+        """The names of those, also if their loads have ended: their Pulls may wait at the source.
+        """
         self._growing: dict[str, int] = {}
         """Tokens of the loads that have blocks here, of offers that are not complete."""
         self.most_growing_tokens = 0.0
+        self.most_presumed_tokens = 0.0
         self.has_states = False
         """Layers keep a state, which moves only of the offered tokens, all of them."""
         self.num_own_tokens = 1
         """Tokens at the end of a prompt that are always computed here: the last one, to sample from
         it, and those before it whose draft looks at tokens behind the prompt."""
 
-    def find(self, request: RequestLike, source: SourceRef) -> None:
+    def find(
+        self, request: RequestLike, source: SourceRef, *, has_named_nonce: bool = False
+    ) -> None:
         source = self._early(request, source)
         self._by_id[request.request_id] = Load(
             source=source,
@@ -132,6 +157,7 @@ class LoadBook:
             state=LoadState.FINDING,
             trace=trace_of(request),
             early=source,
+            may_presume=has_named_nonce,
         )
         self._find(request.request_id, source)
 
@@ -151,7 +177,10 @@ class LoadBook:
         """What has become of a search, by its name. Returns the requests that will have to
         compute their KV here, where it was to come from, and why it does not.
         """
+        self._parked.discard(name)
         users, source = self._by_name.get(name, ()), found.source
+        for request_id in users:
+            self._confirm(request_id, self._by_id[request_id], found)
         waiting = [i for i in users if self._by_id[i].needs_another(source)]
         if source is None:
             return self._not_found(waiting, found.reason or Reason.UNKNOWN, found.detail)
@@ -177,6 +206,23 @@ class LoadBook:
                 if found.is_complete:
                     self._growing.pop(request_id, None)
         return []
+
+    def _confirm(self, request_id: str, load: Load, found: FoundOffer) -> None:
+        """It is known now whether a load has presumed right; if not, a begun one ends."""
+        if not load.is_presumed:
+            return
+        is_that_one = found.source is not None and found.source.offer == load.source.offer
+        is_begun = load.state is LoadState.HANDED
+        if is_begun and not is_that_one:  # it is looked for again, if there is another one
+            load.is_presumed = found.source is not None
+            reason = Reason.PREEMPTED if load.is_presumed else found.reason or Reason.UNKNOWN
+            self._aborts.append(AbortLoad(request_id, reason))
+            return
+        load.is_presumed = False
+        self._presumed.pop(request_id, None)
+        if is_that_one and load.state not in _OVER:
+            self._holds.append(Hold(request_id, load.source))
+            load.is_held_late = is_begun
 
     def _not_found(
         self, request_ids: Sequence[str], reason: Reason, detail: str
@@ -232,7 +278,7 @@ class LoadBook:
         load.num_local_tokens = num_local_tokens
         if load.is_spent or num_local_tokens >= load.num_usable_tokens:
             return 0
-        if load.state is LoadState.FINDING:
+        if load.state is LoadState.FINDING and not self._presume(request_id, load):
             return None
         if self._users[load.source.offer][0] != request_id:
             return None
@@ -240,9 +286,29 @@ class LoadBook:
             return None
         return load.num_usable_tokens - num_local_tokens
 
-    def _has_room(self, load: Load) -> bool:
-        num_held = sum(self._growing.values())
-        return num_held + load.source.num_tokens <= self.most_growing_tokens
+    def _presume(self, request_id: str, load: Load) -> bool:
+        """Take the offer to be the first one that its source makes, if nobody else wants it and
+        there is room.
+        """
+        early = load.early
+        if early is None or not (load.may_presume and self._has_room(load, is_presumed=True)):
+            return False
+        nonce = named_nonce(early.offer.nonce, early.digest, early.offer.incarnation)
+        offer = OfferRef(nonce, early.offer.incarnation)
+        if offer in self._users or offer in self._asked:
+            return False
+        load.source, load.state = msgspec.structs.replace(early, offer=offer), LoadState.WANTED
+        load.is_growing = load.is_presumed = True
+        self._users[offer] = [request_id]
+        return True
+
+    def _has_room(self, load: Load, *, is_presumed: bool = False) -> bool:
+        num_tokens = load.source.num_tokens
+        if is_presumed or load.is_presumed:
+            num_presumed = sum(self._presumed.values()) + num_tokens
+            if num_presumed > self.most_presumed_tokens or len(self._parked) >= MAX_PRESUMED:
+                return False
+        return sum(self._growing.values()) + num_tokens <= self.most_growing_tokens
 
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -251,12 +317,17 @@ class LoadBook:
         load = self.wanted(request_id)
         if load is None:
             return None
+        if num_external_tokens == 0 and load.is_presumed:
+            return self._runs(request_id, load)
         if num_external_tokens == 0:
             has_missed = load.is_spent and not load.num_local_tokens
             return self._give_up(request_id, load, Reason.ENDED if has_missed else Reason.LOCAL_HIT)
         load.state = LoadState.HANDED
         if load.is_growing:
             self._growing[request_id] = load.source.num_tokens
+        if load.is_presumed and load.early is not None:
+            self._presumed[request_id] = load.source.num_tokens
+            self._parked.add(FindOffer(load.early).name)
         self._asked[load.source.offer] = None
         self._loads.append(
             NewLoad(
@@ -277,6 +348,11 @@ class LoadBook:
         load = self._by_id.get(request_id)
         if load is None or load.state is not LoadState.FINDING:
             return None
+        return self._runs(request_id, load)
+
+    def _runs(self, request_id: str, load: Load) -> Reason:
+        if load.is_presumed:
+            self._leave(request_id, load)
         load.state = LoadState.ENDED
         return Reason.LOCAL_HIT
 
@@ -303,7 +379,11 @@ class LoadBook:
         if load is None:
             return False
         self._growing.pop(request_id, None)
+        self._presumed.pop(request_id, None)
+        is_another = load.is_presumed and failure in _ENDS_OF_OFFERS
         if load.state is LoadState.ABORTED:
+            if load.is_presumed:  # to be given up again once it is found
+                self._asked.pop(load.source.offer, None)
             self._forget(request_id, load)
         load.state, source = LoadState.ENDED, load.source
         if failure == Reason.TOKENS:
@@ -311,13 +391,15 @@ class LoadBook:
             self._leave(request_id, load)
             return True
         others = [i for i in self._users.pop(load.source.offer, ()) if i != request_id]
-        for user in (request_id, *others) if failure == Reason.PREEMPTED else ():
+        for user in (request_id, *others) if failure == Reason.PREEMPTED or is_another else ():
             self._find_again(user)
         for other in others:
             self._by_id[other].is_spent = self._by_id[other].state is LoadState.WANTED
         if failure is not None:
             reason = Reason(failure) if failure in set(Reason) else Reason.CANCELLED
             self._unholds.append(Unhold(request_id, source, reason))
+        elif load.is_held_late:  # perhaps after its ranks had reported it
+            self._unholds.append(Unhold(request_id, source))
         return True
 
     def _find_again(self, request_id: str) -> None:
@@ -328,6 +410,7 @@ class LoadBook:
         if load.state is LoadState.WANTED:
             self._unholds.append(Unhold(request_id, load.source))
         load.state, load.source, load.is_growing = LoadState.FINDING, load.early, False
+        load.may_presume = load.is_presumed = False
         self._find(request_id, load.early)
 
     def finish(self, request_id: str) -> Reason | None:
@@ -344,9 +427,12 @@ class LoadBook:
             self._aborts.append(AbortLoad(request_id, Reason.CANCELLED))
             return None
         self._forget(request_id, load)
-        if load.state is LoadState.WANTED:
+        if load.state is LoadState.WANTED and not load.is_presumed:
             return self._give_up(request_id, load, Reason.CANCELLED)
-        return Reason.CANCELLED if load.state is LoadState.FINDING else None
+        if load.is_presumed:
+            self._leave(request_id, load)
+        is_wanted = load.state in (LoadState.FINDING, LoadState.WANTED)
+        return Reason.CANCELLED if is_wanted else None
 
     def _forget(self, request_id: str, load: Load) -> None:
         """A search goes on without its request, so that what it finds is given up."""
@@ -358,7 +444,7 @@ class LoadBook:
                 users.remove(request_id)
             if not users:
                 self._by_name.pop(find.name, None)
-                if load.state is LoadState.FINDING:
+                if load.state is LoadState.FINDING or load.is_presumed:
                     self._finds.append(find)
 
     @property

@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvxfer.bounded import Bounded
 from kvxfer.connector.contract import RequestLike, SchedulerOutputLike, status_name
-from kvxfer.connector.params import NONCE_NBYTES
 from kvxfer.connector.records import (
     NO_ORDERS,
     ConnectorMetadata,
@@ -21,7 +21,7 @@ from kvxfer.connector.records import (
     NewOffer,
     OfferBlocks,
 )
-from kvxfer.transfer.tokens import digest_keys, token_digest
+from kvxfer.transfer.tokens import NONCE_NBYTES, digest_keys, named_nonce, token_digest
 from kvxfer.transfer.windows import Keeping, edge_ids, held_ids
 from kvxfer.transfer.wire import Reason
 
@@ -39,11 +39,16 @@ has, so it holds the state after those.
 """
 
 
+REMEMBERED = 1 << 16
+"""Nonces that are made of a router's id and are not used again; about 100 bytes each."""
+
+
 @dataclass(slots=True)
 class Offer:
     """One offered request; ``nonce`` is empty until it is minted. ``name``: the router's id of it,
     or empty. ``num_cached_tokens``: that are there before its first step. ``is_passed``: the
-    engine goes on beyond its tokens, and keeps a state.
+    engine goes on beyond its tokens, and keeps a state. ``is_another``: a preemption has ended one
+    before it.
     """
 
     num_tokens: int
@@ -56,6 +61,7 @@ class Offer:
     is_computed: bool = False
     is_reset: bool = False
     is_passed: bool = False
+    is_another: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +79,13 @@ class Finish:
 
 class OfferBook:
     """All offered requests of an engine, in the scheduler's process. ``grows``: the workers hear of
-    each step that computes a part of an offer, not only of the last one.
+    each step that computes a part of an offer, not only of the last one. ``incarnation``: the
+    engine's.
     """
 
-    def __init__(self, *, grows: bool = True) -> None:
-        self._grows = grows
+    def __init__(self, incarnation: bytes, *, grows: bool = True) -> None:
+        self._incarnation, self._grows = incarnation, grows
+        self._named: Bounded[bytes, None] = Bounded(REMEMBERED)
         self._num_minted = 0
         self._keepings: Mapping[int, Keeping] = {}
         self._has_states = False
@@ -235,7 +243,11 @@ class OfferBook:
             if offer is not None and offer.nonce and request_id not in self._delayed:
                 self._ended.append(EndOffer(request_id, offer.nonce, Reason.PREEMPTED))
                 self._offers[request_id] = Offer(
-                    offer.num_tokens, offer.digest, offer.name, offer.num_cached_tokens
+                    num_tokens=offer.num_tokens,
+                    digest=offer.digest,
+                    name=offer.name,
+                    num_cached_tokens=offer.num_cached_tokens,
+                    is_another=True,
                 )
                 self._computing.add(request_id)
 
@@ -265,7 +277,7 @@ class OfferBook:
     def _mint(self, request_id: str, open_tokens: int) -> NewOffer:
         self._num_minted += 1
         offer = self._offers[request_id]
-        offer.nonce = secrets.token_bytes(NONCE_NBYTES)
+        offer.nonce = self._nonce(offer)
         offer.number = self._num_minted
         return NewOffer(
             request_id=request_id,
@@ -275,6 +287,15 @@ class OfferBook:
             open_tokens=open_tokens,
             name=offer.name,
         )
+
+    def _nonce(self, offer: Offer) -> bytes:
+        """The first of a router's id can be known before it is told; no other is, or used twice."""
+        if offer.name and not offer.is_another:
+            nonce = named_nonce(offer.name, offer.digest, self._incarnation)
+            if nonce not in self._named:
+                self._named[nonce] = None
+                return nonce
+        return secrets.token_bytes(NONCE_NBYTES)
 
     def _tables(self, scheduler_output: SchedulerOutputLike) -> tuple[OfferBlocks, ...]:
         changed: list[str] = []

@@ -25,10 +25,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.tokens import DIGEST_NBYTES, NONCE_NBYTES
 from kvxfer.transfer.wire import GROWING, PROTOCOL_MAX, OfferRef
 
-NONCE_NBYTES = 16
-DIGEST_NBYTES = 32
 NOT_OFFERED_PARAMS: Mapping[str, object] = MappingProxyType(
     {"do_remote_prefill": False, "do_remote_decode": False, "kvxfer_refused": "draining"}
 )
@@ -49,10 +48,13 @@ class OfferWanted:
 class LoadWanted:
     """Load this request's KV from this source. ``is_early``: the offer is not known yet;
     ``source.offer`` has the router's id in the place of the nonce, and there is no digest.
+    ``has_named_nonce``: the source makes the first offer's nonce of them
+    (:func:`~kvxfer.transfer.tokens.named_nonce`).
     """
 
     source: SourceRef
     is_early: bool = False
+    has_named_nonce: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class _Named(msgspec.Struct, frozen=True):
     endpoint: str = ""
     curve_public_key: str | None = None
     engine_signature: str = ""
+    named_nonces: bool = False
 
 
 class _Outer(msgspec.Struct, frozen=True):
@@ -153,7 +156,7 @@ def _parse_early(outer: _EarlyOuter, key: str | None) -> Params:
         wrong = _wrong_signature("engine_signature", ours.engine_signature, expected)
         if wrong is not None:
             return wrong
-    return LoadWanted(source, is_early=True)
+    return LoadWanted(source, is_early=True, has_named_nonce=ours.named_nonces)
 
 
 def _wrong_signature(name: str, signature: str, expected: str) -> Plain | None:
@@ -262,6 +265,7 @@ def make_params(
             "endpoint": source.endpoint,
             "digest": source.digest.hex(),
             "protocol": PROTOCOL_MAX,
+            "named_nonces": True,
             **({} if own_key is None else {"curve_public_key": own_key}),
             **signatures,
         },
@@ -287,7 +291,7 @@ def early_params(answer: Mapping[str, Any] | None, request: str) -> dict[str, An
     protocol = ours.get("protocol")
     if not isinstance(protocol, int) or protocol < GROWING:
         return None
-    names = ("incarnation", "endpoint", "curve_public_key", "engine_signature")
+    names = ("incarnation", "endpoint", "curve_public_key", "engine_signature", "named_nonces")
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -84,7 +84,7 @@ class SchedulerConnector:
         self._can_send, self._can_receive = can_send, can_receive
         self._manifest: EngineManifest | None = None
         self._manifest_is_new = False
-        self._offers = OfferBook(grows=config.grow_offers)
+        self._offers = OfferBook(engine.incarnation, grows=config.grow_offers)
         self._loads = LoadBook()
         self._loads.num_own_tokens = num_own_tokens
         self._step_loads = StepLoads(config.load_in_step_s)
@@ -126,6 +126,7 @@ class SchedulerConnector:
         kept = [each for each in regions if each.window is None and not each.is_state] or regions
         most_tokens = min((region.num_blocks * region.table_tokens for region in kept), default=0)
         self._loads.most_growing_tokens = self._config.early_share * most_tokens
+        self._loads.most_presumed_tokens = self._config.early_ahead * most_tokens
         self._manifest = EngineManifest(
             **msgspec.structs.asdict(engine),
             protocol=(first_protocol(regions), PROTOCOL_MAX),
@@ -204,7 +205,7 @@ class SchedulerConnector:
             self._reject(request, params)
             plain = _DRAINS
         if plain is None and params.is_early:
-            self._loads.find(request, params.source)
+            self._loads.find(request, params.source, has_named_nonce=params.has_named_nonce)
             return None
         plain = plain or self._want(request, params.source)
         return plain and self._warn(request.request_id, plain, params.source)

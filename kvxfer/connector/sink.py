@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 
 from kvxfer.connector.board import BoardView
 from kvxfer.connector.io_thread import Timer
-from kvxfer.connector.keeper import Keeper
+from kvxfer.connector.keeper import BEYOND_S, Keeper
 from kvxfer.connector.load_routes import (
     Addressing,
     Digesting,
@@ -755,8 +755,12 @@ class Sink:
             peer.end(Failure(Reason.PEER_LOST, what))
 
     def _limit_s(self, run: RouteRun) -> float:
-        """How long a route may get no further: it may wait for a prefill, or for its source."""
-        return self._early_wait_s if run.is_growing else self._timeout_s
+        """How long a route may get no further: it may wait for a prefill, or for its source, which
+        says itself that no prefill has come.
+        """
+        if not run.is_growing:
+            return self._timeout_s
+        return self._early_wait_s + (0.0 if run.open_tokens else BEYOND_S)
 
     def _complain(self, load: SinkLoad) -> None:
         """Log a read that does not end, and end its peer. The wire may still write its blocks, so

@@ -24,6 +24,7 @@ from kvxfer.cache.hashing import (
 )
 
 DIGEST_NBYTES = 32
+NONCE_NBYTES = 16
 _DOMAIN = b"kvxfer.tokens.v1\0"
 
 
@@ -39,6 +40,13 @@ def token_digest(token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] = ()
     if extra_keys:
         hasher.update(msgspec.msgpack.encode(extra_keys))
     return hasher.digest()
+
+
+def named_nonce(name: bytes, digest: bytes, incarnation: bytes) -> bytes:
+    """The nonce of the first offer that a source makes in this life of a request to which a router
+    gave this id: known to who knows the id and the prompt, and to nobody else.
+    """
+    return hashlib.blake2b(name + digest, digest_size=NONCE_NBYTES, key=incarnation).digest()
 
 
 def digest_keys(request: object, num_tokens: int) -> tuple[ExtraKey, ...]:

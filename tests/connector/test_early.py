@@ -39,7 +39,7 @@ from tests.connector.rig import (
 from tests.connector.sides import Request, Side, table_of
 from tests.wires import pipe_of, use_source
 
-SETTINGS: dict[str, Any] = {"load_in_step_s": 0.0}
+SETTINGS: dict[str, Any] = {"load_in_step_s": 0.0, "early_ahead": 0.0}
 SHAPE = EngineShape(num_blocks=24, inner_nbytes=64)
 TWO = EngineShape(num_blocks=24, inner_nbytes=64, tp_size=2)
 PROMPT = tuple(range(100, 180))
@@ -169,7 +169,7 @@ def test_what_prefill_has_cached_leaves_before_its_first_step_is_over() -> None:
         def compute() -> None:
             """The forward pass takes until decode has what was cached."""
             load_found(sink, decode)
-            until(lambda: _has(source, sink, prefill, decode, 64))
+            until(lambda: has_read(source, sink, prefill, decode, 64))
             assert (pool == POISON).any()
 
         source.step([(prefill, 16)], compute=compute)
@@ -224,7 +224,7 @@ def test_a_step_that_nobody_waits_for_begins_at_once(
         assert known == [0]
 
 
-def _has(source: Side, sink: Side, prefill: Request, decode: Request, num_tokens: int) -> bool:
+def has_read(source: Side, sink: Side, prefill: Request, decode: Request, num_tokens: int) -> bool:
     try:
         spans = {0: (0, num_tokens)}
         expect_moved(source.engine, sink.engine, prefill.table, decode.table, spans)
@@ -249,7 +249,7 @@ def test_decode_comes_when_prefill_is_over() -> None:
 
 def test_a_report_says_what_was_open_when() -> None:
     with loading(16) as (source, sink, prefill, decode):
-        until(lambda: _has(source, sink, prefill, decode, 16))
+        until(lambda: has_read(source, sink, prefill, decode, 16))
         source.step([(prefill, 64)])
         end(source, prefill)
         sink.until(lambda: decode.request_id in sink.finished)
@@ -264,7 +264,7 @@ def test_who_verifies_waits_for_the_last_token_as_for_any_other(wire: str) -> No
     """All that it wants is open, but its digests are made when the offer is complete."""
     with loading(HI, transport=wire, verify="all", early_wait_s=3600.0) as sides:
         source, sink, prefill, decode = sides
-        sink.until(lambda: _has(source, sink, prefill, decode, HI))
+        sink.until(lambda: has_read(source, sink, prefill, decode, HI))
         pass_s(sink.engine, 300.0)  # pull_timeout_s
         retries = sink.engine.count("control.retries")
         sink.until(lambda: sink.finished or sink.engine.count("control.retries") >= retries + 2)
@@ -402,8 +402,8 @@ def test_an_engine_of_protocol_1_is_not_asked() -> None:
 
 def limit_questions(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """A source has room for so many of a connection; one more would be refused."""
-    for module in (given_offer, keeper):
-        monkeypatch.setattr(module, "MAX_EARLY", most)
+    monkeypatch.setattr(given_offer, "MAX_EARLY", most)
+    monkeypatch.setattr(keeper, "MAX_ASKED", most)
 
 
 def moves(source: Side, sink: Side, prefill: Request, decode: Request) -> None:

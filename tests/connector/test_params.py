@@ -62,6 +62,7 @@ def test_made_params_are_the_fields_that_routers_know() -> None:
             "endpoint": "tcp://10.0.0.7:5700",
             "digest": "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
             "protocol": 3,
+            "named_nonces": True,
         },
     }
 
@@ -210,7 +211,10 @@ def test_a_router_makes_early_params_of_an_earlier_answer() -> None:
         offer=OfferRef(NAME, SOURCE.offer.incarnation),
         num_tokens=0,
     )
-    assert parse_params(early()) == LoadWanted(source, is_early=True)
+    assert parse_params(early()) == LoadWanted(source, is_early=True, has_named_nonce=True)
+    older = early()
+    del older["kvxfer"]["named_nonces"]
+    assert parse_params(older) == LoadWanted(source, is_early=True)
     assert parse_params(prefill_params(NAME.hex())) == OfferWanted(NAME)
     assert parse_params({"do_remote_decode": True}) == OfferWanted()
 

@@ -191,6 +191,7 @@ def test_an_offer_is_minted_grows_and_is_computed_in_chunks() -> None:
         "endpoint": "tcp://127.0.0.1:5999",
         "digest": token_digest(PROMPT).hex(),
         "protocol": 3,
+        "named_nonces": True,
     }
     assert c.has_orders()
     assert c.build_connector_meta(step()) == ConnectorMetadata(delayed=("r",))

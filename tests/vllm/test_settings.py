@@ -63,7 +63,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_at_its_default() -> None:
     assert read_settings(vllm_config()) == Settings(
-        config=Config(port=5700),
+        config=Config(port=5700, early_ahead=0.0),
         engine_id="E",
         can_send=True,
         can_receive=True,
@@ -72,6 +72,14 @@ def test_everything_at_its_default() -> None:
         prefix_caching=True,
         block_tokens=128,
     )
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_no_request_fails_for_what_it_has_presumed(policy: str) -> None:
+    settings = read_settings(
+        vllm_config(extra={"early_ahead": 0.5}, transfer={"kv_load_failure_policy": policy})
+    )
+    assert settings.config.early_ahead == (0.5 if policy == "recompute" else 0.0)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +171,9 @@ NIXL = {
 
 def test_nixl_s_keys_are_warnings_that_name_ours(caplog: pytest.LogCaptureFixture) -> None:
     settings = read_settings(vllm_config(extra={**NIXL, "keep_s": 4}))
-    assert settings.config == Config(keep_s=4, port=5700)  # none of its values is taken over
+    assert settings.config == Config(
+        keep_s=4, port=5700, early_ahead=0.0
+    )  # none of its values is taken over
     said = {record.getMessage() for record in caplog.records}
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert len(said) == len(caplog.records) == len(NIXL)

@@ -130,12 +130,16 @@ def read_settings(vllm_config: Any) -> Settings:
     loaded = load_config({}, _without_nixl_keys(extra))
     _mention_nixl_variables(loaded)
     can_send = transfer.kv_role in _SENDERS
+    config = loaded.config.for_engine(
+        gives_kv=can_send,
+        num_ranks=_stage_ranks(parallel) * parallel.pipeline_parallel_size,
+        replica=_replica(parallel),
+    )
+    if getattr(transfer, "kv_load_failure_policy", "fail") != "recompute":
+        # A request that presumes the offer of a prefill that was preempted would fail for it
+        config = msgspec.structs.replace(config, early_ahead=0.0)
     return Settings(
-        config=loaded.config.for_engine(
-            gives_kv=can_send,
-            num_ranks=_stage_ranks(parallel) * parallel.pipeline_parallel_size,
-            replica=_replica(parallel),
-        ),
+        config=config,
         engine_id=transfer.engine_id,
         can_send=can_send,
         can_receive=transfer.kv_role in _RECEIVERS,
