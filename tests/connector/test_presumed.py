@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvxfer.connector import keeper, loads
+from kvxfer.connector.board import BoardView
 from kvxfer.connector.loads import LoadBook
 from kvxfer.connector.records import (
     NO_ORDERS,
@@ -24,7 +25,7 @@ from kvxfer.transfer.tokens import named_nonce, token_digest
 from kvxfer.transfer.wire import MAX_EARLY, OfferRef, Reason
 from tests.builders import EngineShape
 from tests.connector.inside import service_behind
-from tests.connector.rig import expect_moved, kept_by, until
+from tests.connector.rig import POISON, expect_moved, kept_by, until
 from tests.connector.sides import Request, Side, table_of
 from tests.connector.test_early import (
     HI,
@@ -122,6 +123,39 @@ def test_an_offer_that_is_complete_is_read_though_nobody_has_said_which_it_is() 
         assert sink.finished == {decode.request_id: None}
         source.until(lambda: prefill.request_id in source.sent)
         sink.until(lambda: holds_nothing(sink))
+
+
+@pytest.mark.parametrize("verify", ["off", "all"])
+def test_a_complete_offer_is_read_within_the_step(verify: str) -> None:
+    """Where engines have met: the board shows it under the nonce that is presumed."""
+    settings = {**AHEAD, "load_in_step_s": 1.0, "verify": verify}
+    with sides(**settings) as (source, sink):
+        for number in range(3):
+            prefill, decode = pair_of(source, sink)
+            begin(source, prefill)
+            source.step([(prefill, len(PROMPT))])
+            end(source, prefill)
+            nonce = nonce_of(decode)
+            until(lambda nonce=nonce: shows(source, nonce))  # type: ignore[misc]
+            assert sink.scheduler.on_new_request(decode) is None
+            assert sink.ask(decode) == (HI, not number)
+            sink.load(decode)
+            if not number:
+                sink.until(lambda decode=decode: is_over(sink, decode))  # type: ignore[misc]
+                sink.until(lambda: sink.scheduler._step_loads._near)
+            assert sink.finished.pop(decode.request_id) is None
+            expect_moved(source.engine, sink.engine, prefill.table, decode.table, {0: (0, HI)})
+            sink.engine.pools[0].tensor.fill_(POISON)
+            source.until(lambda prefill=prefill: prefill.request_id in source.sent)  # type: ignore[misc]
+        sink.until(lambda: holds_nothing(sink))
+
+
+def shows(source: Side, nonce: bytes) -> bool:
+    board = BoardView.open(source.engine.workers[0].get_handshake_metadata().board)
+    assert board is not None
+    is_open = board.is_open(nonce)
+    board.close()
+    return is_open
 
 
 @pytest.mark.parametrize("is_late", [False, True])
