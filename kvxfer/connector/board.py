@@ -78,7 +78,7 @@ class PostedDigests(msgspec.Struct, frozen=True, array_like=True):
 
 def nonce_of_digests(nonce: bytes, verify: Verify) -> bytes:
     """Where the digests stand that a sink asks of an offer: 16 bytes that nobody draws."""
-    return hashlib.blake2b(_encoder.encode(verify), digest_size=16, key=nonce).digest()
+    return hashlib.blake2b(_encoder.encode(verify), digest_size=_NONCE.size, key=nonce).digest()
 
 
 _Entry = TypeVar("_Entry", Posted, PostedDigests)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from kvxfer.bounded import Bounded
 from kvxfer.connector.verifier import Digests
 from kvxfer.transfer.plan import PullClass
 from kvxfer.transfer.wire import Consumer, Verify
@@ -35,53 +36,36 @@ class Foreseen:
     waiting: list[Consumer] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
-class _Kind:
-    """A question, with its last token counted from the end of the offer."""
-
-    question: Verify
-    num_misses: int = 0
-
-
 class Foresight:
     """The kinds of questions of the last offers, the last one that was asked at the end."""
 
     def __init__(self) -> None:
-        self._kinds: list[_Kind] = []
+        self._misses: Bounded[Verify, int] = Bounded(MOST_KINDS)
+        """Of each kind, whose last token is counted from the end of the offer."""
 
     def asked(self, verify: Verify, num_tokens: int) -> None:
         """A sink has asked this of an offer of so many tokens."""
-        kind = self._known(verify, num_tokens)
-        if kind is not None:
-            self._kinds.remove(kind)
-            kind.num_misses = 0
-        elif all(map(_counts_tokens, verify.classes)):
-            kind = _Kind(_moved(verify, num_tokens))
-        else:
-            return
-        self._kinds.append(kind)
-        del self._kinds[:-MOST_KINDS]
+        if all(map(_counts_tokens, verify.classes)):
+            kind = _moved(verify, num_tokens)
+            self._misses.pop(kind, None)
+            self._misses[kind] = 0
 
     def missed(self, verify: Verify, num_tokens: int) -> None:
         """Nobody has asked what was expected of this offer."""
-        kind = self._known(verify, num_tokens)
-        if kind is not None:
-            kind.num_misses += 1
-            if kind.num_misses >= MOST_MISSES:
-                self._kinds.remove(kind)
+        kind = _moved(verify, num_tokens)
+        if kind not in self._misses:
+            return
+        self._misses[kind] += 1
+        if self._misses[kind] >= MOST_MISSES:
+            del self._misses[kind]
 
     def expected(self, num_tokens: int) -> list[Verify]:
         """What will be asked of an offer of so many tokens."""
-        questions = [_moved(kind.question, num_tokens) for kind in self._kinds]
         return [
             each
-            for each in questions
+            for each in (_moved(kind, num_tokens) for kind in self._misses)
             if all(0 <= part.token_lo < part.token_hi <= num_tokens for part in each.classes)
         ]
-
-    def _known(self, verify: Verify, num_tokens: int) -> _Kind | None:
-        question = _moved(verify, num_tokens)
-        return next((kind for kind in self._kinds if kind.question == question), None)
 
 
 def _counts_tokens(wanted: PullClass) -> bool:

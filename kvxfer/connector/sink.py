@@ -440,9 +440,11 @@ class Sink:
         if run.digesting is Digesting.RUNS:
             run.verdict = verdict
             return None
-        if isinstance(verdict.digests, UnsetType) or run.digests is None:
-            which = "of its KV" if isinstance(verdict.digests, UnsetType) else "of what was read"
-            load.note(f"rank {source}: expected digests {which}, got none; the log says why")
+        if isinstance(verdict.digests, UnsetType):
+            load.note(f"rank {source}: expected digests of its KV, got none")
+            return VerdictArrived(source, False, Reason.READ_FAILED)
+        if run.digests is None:
+            load.note("expected digests of what was read, got none; the log says why")
             return VerdictArrived(source, False, Reason.READ_FAILED)
         num, first = where_they_differ(verify.classes, verdict.digests, run.digests)
         self._ledger.count("verify.differing" if num else "verify.equal")
@@ -655,8 +657,10 @@ class Sink:
         run, peer = load.routes[source], self._peer(load)
         run.owes_pull = False
         self._shown[load.order.source.offer] = None
-        is_answered = _shown_verdict(run, _board(run, peer, source)) is not None
-        send = peer.send_later if is_answered else peer.send
+        is_waited_for = run.pull.verify is not UNSET and (
+            _shown_verdict(run, _board(run, peer, source)) is None
+        )
+        send = peer.send if is_waited_for else peer.send_later
         send(source, run.pull)
         self._ledger.count("board.grants")
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvxfer.connector.board import BoardView, nonce_of_digests
 from kvxfer.connector.foresight import MOST_KINDS, MOST_MISSES, Foresight
 from kvxfer.connector.given_offer import GivenOffer
+from kvxfer.connector.records import SourceRef
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
 from kvxfer.transfer.wire import Grant, Verdict, Verify
@@ -98,11 +99,7 @@ def test_of_states_and_cells_nothing_is_expected(field: str) -> None:
 @pytest.mark.parametrize("is_late", [False, True], ids=["made", "in the making"])
 def test_they_are_made_before_they_are_asked_for(transport: str, is_late: bool) -> None:
     with engines(transport, "all") as (source, sink):
-        assert load(source, sink, "d", (0, NUM_TOKENS - 16)) == {None}
-        verifiers = held(source)
-        ref = source.offer("e", NUM_TOKENS, SOURCE_IDS)
-        source.compute("e")
-        until(lambda: all(len(each.kept) == 1 for each in verifiers))
+        verifiers, ref = foreseen(source, sink, NUM_TOKENS - 16)
         if not is_late:
             end(source, verifiers)
         sink.load("e", ref, SINK_IDS, SPAN)
@@ -120,10 +117,7 @@ def test_they_are_made_before_they_are_asked_for(transport: str, is_late: bool) 
 def test_a_sink_that_asks_for_something_else_gets_that() -> None:
     """Its own prefix cache has the first tokens."""
     with engines("shm", "all") as (source, sink):
-        assert load(source, sink, "d") == {None}
-        verifiers = held(source)
-        ref = source.offer("e", NUM_TOKENS, SOURCE_IDS)
-        source.compute("e")
+        verifiers, ref = foreseen(source, sink)
         sink.load("e", ref, SINK_IDS, (40, NUM_TOKENS))
         until(lambda: all(len(each.kept) == 2 for each in verifiers))
         end(source, verifiers)
@@ -134,11 +128,7 @@ def test_a_sink_that_asks_for_something_else_gets_that() -> None:
 def test_digests_of_an_offer_that_has_changed_its_blocks_are_of_no_other() -> None:
     """What is written behind them is corrupt: a sink has read other bytes than were offered."""
     with engines("shm", "all") as (source, sink):
-        assert load(source, sink, "d") == {None}
-        verifiers = held(source)
-        ref = source.offer("e", NUM_TOKENS, SOURCE_IDS)
-        source.compute("e")
-        until(lambda: all(len(each.kept) == 1 for each in verifiers))
+        verifiers, ref = foreseen(source, sink)
         for pool in source.pools:
             pool.tensor.add_(1)
         end(source, verifiers)
@@ -184,11 +174,7 @@ def shows(worker: WorkerConnector, offer: GivenOffer) -> bool:
 def test_offers_that_nobody_verifies_end_them() -> None:
     """And what could not be made is made when it is asked for."""
     with engines("shm", "all") as (source, sink):
-        assert load(source, sink, "d") == {None}
-        verifiers = held(source)
-        ref = source.offer("e", NUM_TOKENS, SOURCE_IDS)
-        source.compute("e")
-        until(lambda: all(len(each.kept) == 1 for each in verifiers))
+        verifiers, ref = foreseen(source, sink)
         for worker, each in zip(source.workers, verifiers, strict=True):
             worker._service.io.post(each.dones.pop(), None)  # type: ignore[union-attr]
             each.kept = []
@@ -207,6 +193,20 @@ def test_offers_that_nobody_verifies_end_them() -> None:
             until(partial(source.sent, name))
         more = [len(each.dones) - before for each, before in zip(verifiers, num_made, strict=True)]
         assert more == [MOST_MISSES] * len(verifiers)
+
+
+def foreseen(
+    source: Engine, sink: Engine, num_tokens: int = NUM_TOKENS
+) -> tuple[list[Held], SourceRef]:
+    """A load ("d") of so many tokens, and another offer ("e"), whose digests are made and told to
+    nobody.
+    """
+    assert load(source, sink, "d", (0, num_tokens)) == {None}
+    verifiers = held(source)
+    ref = source.offer("e", NUM_TOKENS, SOURCE_IDS)
+    source.compute("e")
+    until(lambda: all(len(each.kept) == 1 for each in verifiers))
+    return verifiers, ref
 
 
 def have_opened(source: Engine, num_offers: int) -> bool:

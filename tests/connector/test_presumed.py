@@ -84,6 +84,15 @@ def is_over(sink: Side, decode: Request) -> bool:
     return decode.request_id in sink.finished
 
 
+def expect_loaded(source: Side, sink: Side, prefill: Request, decode: Request) -> None:
+    """All of it, and nothing is left of it on either side."""
+    sink.until(lambda: is_over(sink, decode))
+    assert sink.finished == {decode.request_id: None}
+    expect_moved(source.engine, sink.engine, prefill.table, decode.table, {0: (0, HI)})
+    source.until(lambda: prefill.request_id in source.sent)
+    sink.until(lambda: holds_nothing(sink))
+
+
 @pytest.mark.parametrize("wire", ["shm", "zmq"])
 @pytest.mark.parametrize(
     ("source_shape", "sink_shape"), [(SHAPE, SHAPE), (TWO, SHAPE), (SHAPE, TWO)]
@@ -105,11 +114,7 @@ def test_decode_asks_for_an_offer_before_there_is_one(
         )
         source.step([(prefill, 16)])
         end(source, prefill)
-        sink.until(lambda: is_over(sink, decode))
-        assert sink.finished == {decode.request_id: None}
-        expect_moved(source.engine, sink.engine, prefill.table, decode.table, {0: (0, HI)})
-        source.until(lambda: prefill.request_id in source.sent)
-        sink.until(lambda: holds_nothing(sink))
+        expect_loaded(source, sink, prefill, decode)
 
 
 def test_an_offer_that_is_complete_is_read_though_nobody_has_said_which_it_is() -> None:
@@ -119,10 +124,7 @@ def test_an_offer_that_is_complete_is_read_though_nobody_has_said_which_it_is() 
         source.step([(prefill, len(PROMPT))])
         end(source, prefill)
         presume(sink, decode)
-        sink.until(lambda: is_over(sink, decode))
-        assert sink.finished == {decode.request_id: None}
-        source.until(lambda: prefill.request_id in source.sent)
-        sink.until(lambda: holds_nothing(sink))
+        expect_loaded(source, sink, prefill, decode)
 
 
 @pytest.mark.parametrize("verify", ["off", "all"])
@@ -183,11 +185,7 @@ def test_a_prefill_that_was_preempted_is_found_again(is_late: bool) -> None:
         load_found(sink, decode)
         source.step([(prefill, 32)])
         end(source, prefill)
-        sink.until(lambda: is_over(sink, decode))
-        assert sink.finished == {decode.request_id: None}
-        expect_moved(source.engine, sink.engine, prefill.table, decode.table, {0: (0, HI)})
-        source.until(lambda: prefill.request_id in source.sent)
-        sink.until(lambda: holds_nothing(sink))
+        expect_loaded(source, sink, prefill, decode)
 
 
 def test_an_id_that_comes_again_has_another_nonce() -> None:
