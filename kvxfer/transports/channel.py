@@ -88,6 +88,7 @@ class Router:
     Args:
         ports: it takes the first that is free.
         has_unix_socket: whether it answers the Unix socket beside it, too, if that can be had.
+        threads: those of ZeroMQ that may carry it (``zmq.AFFINITY``); 0: as its context has it.
 
     Raises ConfigError for a host that cannot be used, zmq.ZMQError where the port cannot be had.
     """
@@ -100,12 +101,13 @@ class Router:
         ports: Ports = _ANY_PORT,
         *,
         has_unix_socket: bool = False,
+        threads: int = 0,
     ) -> None:
         self.socket: Socket = context.socket(zmq.ROUTER)
         self.visitors = Visitors(context, self.socket, bounds.unread_nbytes)
         self.monitor = self.visitors.monitor
         try:
-            _set_options(self.socket, config, bounds)
+            _set_options(self.socket, config, bounds, threads)
             # Otherwise a message to a peer that has gone, or does not read, is dropped without an
             # error
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -178,6 +180,7 @@ class Dealer:
         server_key: the CURVE key that the other side must have. A Unix socket goes without.
         word: the message that is sent every WORD_S if no other is.
         reconnects: whether a connection that fails before it was established is tried again.
+        threads: as of a :class:`Router`.
 
     Raises TransportUnavailable where keys are configured and the key of the other side is not
     pinned, zmq.ZMQError where no socket can be had.
@@ -193,6 +196,7 @@ class Dealer:
         *,
         word: bytes,
         reconnects: bool,
+        threads: int = 0,
     ) -> None:
         is_unix = endpoint.startswith("ipc:")
         self._has_keys = config.curve_public_key is not None
@@ -210,7 +214,7 @@ class Dealer:
         self._said_s = time.monotonic()
         self.socket: Socket = context.socket(zmq.DEALER)
         try:
-            _set_options(self.socket, config, bounds)
+            _set_options(self.socket, config, bounds, threads)
             self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
             first_ms, longest_ms = RECONNECT_MS if reconnects else (-1, 0)
             self.socket.setsockopt(zmq.RECONNECT_IVL, first_ms)
@@ -384,8 +388,10 @@ def set_keys(socket: Socket, config: Config) -> bool:
     return True
 
 
-def _set_options(socket: Socket, config: Config, bounds: Bounds) -> None:
+def _set_options(socket: Socket, config: Config, bounds: Bounds, threads: int) -> None:
     silent_ms = _ms(config.peer_silent_s)
+    if threads:
+        socket.setsockopt(zmq.AFFINITY, threads)
     for option, value in (
         (zmq.LINGER, bounds.linger_ms),
         (zmq.SNDHWM, bounds.num_queued),

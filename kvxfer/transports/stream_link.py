@@ -14,6 +14,7 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.channel import Bounds, Context, Dealer
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
+from kvxfer.transports.parallel import thread_of_stream
 from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
 from kvxfer.transports.stream_machine import Reads, SinkSlots
 from kvxfer.transports.stream_packing import ChunkJob
@@ -41,11 +42,14 @@ _log = logging.getLogger("kvxfer.transports")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a sink asks for when it attaches. ``way``: of the pipe's."""
+    """What a sink asks for when it attaches. ``way``: of the pipe's. ``num_before``: streams that
+    it has begun before this connection.
+    """
 
     slots: Slots
     way: str
     num_streams: int = 1
+    num_before: int = 0
     is_trial: bool = False
 
 
@@ -74,12 +78,15 @@ class Link:
         self.control_endpoint = source.control_endpoint
         self.endpoint = endpoint = data_endpoint_of(source, config, pipe.name)
         self.num_streams = terms.num_streams
+        self._num_before = terms.num_before
+        self._further: Streams | None = None
         self.slots = slots = terms.slots
         self._only_own_user = needs_own_user(pipe, config)
         nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
         _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
         bounds = Bounds(FRAME_MAX_NBYTES, slots.nbytes + BEYOND_NBYTES, num_queued(config))
         self._connect_to = (context, config, bounds, nearest, source.curve_public_key)
+        self.dealers: list[Dealer] = []
         try:
             self.latest = self.connect_stream()
         except zmq.ContextTerminated:  # the engine ends while a trial begins
@@ -88,7 +95,7 @@ class Link:
             raise TransportUnavailable(
                 f"{pipe.name}: {endpoint} cannot be connected to: {exc.strerror}"
             ) from exc
-        self.dealers = [self.latest]
+        self.dealers.append(self.latest)
         try:
             self.lane = pipe.open_sink(slots, terms.way)
         except BaseException:
@@ -106,26 +113,49 @@ class Link:
 
     def connect_stream(self) -> Dealer:
         """Never connected again by itself: a new connection is a new attach."""
-        return Dealer(*self._connect_to, word=encode(Credit(())), reconnects=False)
+        number = self._num_before + len(self.dealers)
+        thread = thread_of_stream(self._connect_to[0], number) if self.num_streams > 1 else 0
+        return Dealer(*self._connect_to, word=encode(Credit(())), reconnects=False, threads=thread)
 
     def add_streams(self, message: Streams) -> None:
-        """Join with further streams. Raises ProtocolError."""
-        if len(self.dealers) > 1:
+        """Begin to join with further streams. Raises ProtocolError."""
+        if self._further is not None:
             raise ProtocolError("streams: expected them once on a connection, got them again")
+        self._further = message
+        self.num_streams = max(1, min(message.num_streams, self.num_streams))
+        self._join()
+
+    def join_next(self) -> bool:
+        """Join with the next stream, if there is to be one, once the latest stands: the source's
+        ZeroMQ gives it a thread by how many connections each has, and has to know of that one.
+        """
+        if self._further is None or not self.dealers[-1].has_stood:
+            return False
+        return self._join()
+
+    def _join(self) -> bool:
+        if self._further is None or len(self.dealers) >= self.num_streams:
+            return False
         try:
-            for _ in range(1, min(message.num_streams, self.num_streams)):
-                self.dealers.append(self.connect_stream())
-                self.dealers[-1].send(encode(Join(message.token)))
+            self.dealers.append(self.connect_stream())
         except (zmq.ZMQError, TransportUnavailable) as exc:  # out of descriptors, say
             _log.debug("%s: no further stream: %s", self.endpoint, exc)
-        _log.debug("%s: chunks come over %d streams", self.endpoint, len(self.dealers))
+            self.num_streams = len(self.dealers)
+            return False
+        self.dealers[-1].send(encode(Join(self._further.token)))
+        if len(self.dealers) == self.num_streams:
+            _log.debug("%s: chunks come over %d streams", self.endpoint, self.num_streams)
+        return True
 
     def drop_stream(self, dealer: Dealer) -> bool:
-        """A stream has ended. False if chunks may have been on their way over it."""
+        """A stream has ended. False if chunks may have been on their way over it; else the
+        connection goes on with those that it has.
+        """
         if dealer is self.dealers[0] or dealer.has_stood:
             return False
         self.dealers.remove(dealer)
         dealer.close()
+        self.num_streams = len(self.dealers)
         return True
 
     @property

@@ -122,6 +122,8 @@ class StreamSink(ReceivingSink):
         self._num_jobs = 0
         self.name = self._pipe.name
         self._num_streams = num_streams(config) if self._pipe.has_streams else 1
+        self._num_begun = 0
+        """Streams of all links that there were."""
 
     # -- meeting a source rank
 
@@ -179,12 +181,13 @@ class StreamSink(ReceivingSink):
         room = max(0, most_further() - num_further)
         link = Link(
             self._pipe,
-            Terms(slots, staging.way, min(self._num_streams, 1 + room)),
+            Terms(slots, staging.way, min(self._num_streams, 1 + room), self._num_begun),
             source,
             config,
             self._context,
             uses_unix_sockets=self.uses_unix_sockets,
         )
+        self._num_begun += link.num_streams
         self._links[link.control_endpoint] = link
         self._watch()
         self._pipe.progress()
@@ -270,6 +273,8 @@ class StreamSink(ReceivingSink):
                     self._watch()
                 else:
                     self._lose_link(link, "the connection to the source rank ended")
+            elif link.join_next():
+                self._watch()
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
             pass

@@ -37,6 +37,7 @@ from kvxfer.transports.base import (
 from kvxfer.transports.channel import Bounds, Context, Router, why_not_listening
 from kvxfer.transports.copy_thread import Copier, CopyEnd, Mailbox
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
+from kvxfer.transports.parallel import stream_threads
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
 from kvxfer.transports.stream_connections import (
     MAX_CONNECTIONS,
@@ -142,7 +143,11 @@ class StreamSource(SendingSource):
         # ends a connection
         bounds = Bounds(2 * CONTROL_MAX_NBYTES, BEHIND_NBYTES, num_queued(config))
         try:
-            return Router(context, config, bounds, config.data_ports, has_unix_socket=True)
+            return Router(
+                *(context, config, bounds, config.data_ports),
+                has_unix_socket=True,
+                threads=sum(stream_threads(context)) if self._pipe.has_streams else 0,
+            )
         except (ConfigError, zmq.ZMQError) as exc:
             raise why_not_listening(self.name, config, exc) from exc
 

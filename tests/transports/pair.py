@@ -78,13 +78,21 @@ def may_have_something(transport: SendingSource | SinkTransport) -> bool:
 
 
 class Pair:
-    """One process, two ends. ``hold``: packed chunks stay where they are."""
+    """One process, two ends. ``hold``: packed chunks stay where they are. ``is_apart``: the sink
+    has threads of ZeroMQ of its own, as in a process of its own.
+    """
 
     def __init__(
-        self, source_config: Config, sink_config: Config | None = None, *, small_nbytes: int = 0
+        self,
+        source_config: Config,
+        sink_config: Config | None = None,
+        *,
+        small_nbytes: int = 0,
+        is_apart: bool = False,
     ) -> None:
         self.copy_thread = make_copier(source_config, small_nbytes=small_nbytes)
         self.wake, self.context = WakeUp(), make_context(source_config)
+        self.sink_context = make_context(source_config) if is_apart else self.context
         Guard(self.context, source_config)
         self.source_pool, self.sink_pool = (
             SharedPool.create(POOL_NBYTES),
@@ -97,7 +105,10 @@ class Pair:
         taken = LocalMemory((self.sink_pool.tensor,), (self.sink_pool.info,))
         threads = (self.copy_thread, self.wake, self.context)
         self.sources = make_sources(given, source_config, *threads)
-        self.sinks = make_sinks(taken, sink_config or source_config, *threads)
+        self.sinks = make_sinks(
+            *(taken, sink_config or source_config),
+            *(self.copy_thread, self.wake, self.sink_context),
+        )
         self.manifest = RankManifest(
             rank=RankId(0, 0),
             control_endpoint="tcp://127.0.0.1:5701",
@@ -198,6 +209,7 @@ class Pair:
         for sink in self.sinks.values():
             sink.close()
         self.copy_thread.close()
+        self.sink_context.term()
         self.context.term()
         self.wake.close()
         self.source_pool.close()

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,14 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.channel import Dealer
 from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
-from kvxfer.transports.parallel import MOST_FURTHER, make_context, num_cores, num_streams
+from kvxfer.transports.parallel import (
+    MOST_FURTHER,
+    make_context,
+    num_cores,
+    num_streams,
+    stream_threads,
+    thread_of_stream,
+)
 from kvxfer.transports.pipe import HOST_STAGING, Pipe, Slots
 from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
 from kvxfer.transports.stream_machine import SlotEvent, SourceSlots
@@ -208,17 +215,67 @@ def test_streams_follow_the_cores_that_the_process_may_use(
 
 
 @pytest.mark.parametrize(
-    ("cores", "streams", "threads"),
-    [(1, 0, 1), (2, 0, 1), (3, 0, 3), (16, 0, 4), (32, 0, 8), (2, 3, 3)],
+    ("cores", "streams", "threads", "for_streams"),
+    [
+        (1, 0, 1, 0),
+        (2, 0, 1, 0),
+        (3, 0, 3, 0),
+        (16, 0, 9, 5),
+        (32, 0, 13, 9),
+        (2, 3, 5, 4),
+        (64, 16, 21, 17),
+    ],
 )
 def test_zeromq_has_a_thread_for_each_stream_and_some_more(
-    cores: int, streams: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, streams: int, threads: int, for_streams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those whose connections send much at once do not hold up all others."""
     put(monkeypatch, CPU_QUOTA, Path("/nowhere"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     with make_context(Config(zmq_streams=streams)) as context:
         assert context.get(zmq.IO_THREADS) == threads
+        found = stream_threads(context)
+        assert sorted(found) == [1 << number for number in range(threads - for_streams, threads)]
+        with context.socket(zmq.PAIR) as other:  # any that says nothing
+            assert not other.getsockopt(zmq.AFFINITY) & sum(found)
+        number = max(0, for_streams - 1)
+        threads_of = [thread_of_stream(context, each) for each in range(2 * number)]
+    assert threads_of == [*found[1:], *found[1:]]
+
+
+def test_each_stream_has_a_thread_of_its_own_at_both_ends() -> None:
+    """ZeroMQ's own choice puts several on one. A thread that carries something wakes for it, and
+    the kernel counts how often.
+    """
+    config, before = with_streams(6), {*_wakes()}
+    with closing(Pair(config, is_apart=True)) as pair:
+        of_source = {*_wakes()} - before
+        pair.sink.attach(pair.manifest)
+        until_joined(pair, 6)
+        used: list[tuple[int, int]] = []
+        for dealer in link_of(pair).dealers:
+            earlier = _wakes()
+            for _ in range(40):
+                dealer.send(encode(Credit(())))
+                time.sleep(0.002)
+            woken = Counter({each: count - earlier[each] for each, count in _wakes().items()})
+            busy = [
+                Counter({each: woken[each] for each in woken if (each in of_source) is is_source})
+                for is_source in (True, False)
+            ]
+            used.append((busy[0].most_common(1)[0][0], busy[1].most_common(1)[0][0]))
+    assert len({source for source, _ in used}) == len({sink for _, sink in used}) == 6
+
+
+def _wakes() -> dict[int, int]:
+    """How often each of ZeroMQ's IO threads has slept, by its id."""
+    found: dict[int, int] = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended
+            status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+            if status["Name"].strip().startswith("ZMQbg/IO/"):
+                found[int(task.name)] = int(status["voluntary_ctxt_switches"])
+    return found
 
 
 def test_further_streams_keep_no_sink_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,18 +497,21 @@ def test_a_stream_that_cannot_be_made_is_done_without(
 
 
 def test_a_stream_that_is_refused_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by the guard, while its address has a penalty."""
+    """As by the guard, while its address has a penalty. No other is begun before it stands."""
     with a_pair(3) as pair:
-        link, connect = link_of(pair), zmq.Socket.connect
+        link, connect, begun = link_of(pair), zmq.Socket.connect, list[str]()
 
         def nowhere(socket: zmq.Socket[bytes], endpoint: str) -> object:
-            is_ours = endpoint.startswith("inproc:")  # of a monitor
-            return connect(socket, endpoint if is_ours else "tcp://127.0.0.1:9")
+            if endpoint.startswith("inproc:"):  # of a monitor
+                return connect(socket, endpoint)
+            begun.append(endpoint)
+            return connect(socket, "tcp://127.0.0.1:9")
 
         monkeypatch.setattr(zmq.Socket, "connect", nowhere)
-        pair.until(lambda: len(link.dealers) == 3)
+        pair.until(lambda: len(link.dealers) == 2)
         pair.until(lambda: len(link.dealers) == 1)
         load(pair, 1)
+        assert len(link.dealers) == len(begun) == 1
 
 
 # ------------------------------------------------------------------ what goes over which
