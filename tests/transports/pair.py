@@ -106,8 +106,7 @@ class Pair:
         threads = (self.copy_thread, self.wake, self.context)
         self.sources = make_sources(given, source_config, *threads)
         self.sinks = make_sinks(
-            *(taken, sink_config or source_config),
-            *(self.copy_thread, self.wake, self.sink_context),
+            taken, sink_config or source_config, self.copy_thread, self.wake, self.sink_context
         )
         self.manifest = RankManifest(
             rank=RankId(0, 0),

@@ -237,7 +237,7 @@ def test_zeromq_has_a_thread_for_each_stream_and_some_more(
         found = stream_threads(context)
         assert sorted(found) == [1 << number for number in range(threads - for_streams, threads)]
         with context.socket(zmq.PAIR) as other:  # any that says nothing
-            assert not other.getsockopt(zmq.AFFINITY) & sum(found)
+            assert not int(other.getsockopt(zmq.AFFINITY)) & sum(found)
         number = max(0, for_streams - 1)
         threads_of = [thread_of_stream(context, each) for each in range(2 * number)]
     assert threads_of == [*found[1:], *found[1:]]
