@@ -13,7 +13,7 @@ from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.channel import Bounds, Context, Dealer
 from kvxfer.transports.guard import nearest_endpoint
-from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
+from kvxfer.transports.native_peers import check_way, is_own_user, needs_own_user, refusal
 from kvxfer.transports.parallel import thread_of_stream
 from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
 from kvxfer.transports.stream_machine import Reads, SinkSlots
@@ -81,7 +81,7 @@ class Link:
         self._num_before = terms.num_before
         self._further: Streams | None = None
         self.slots = slots = terms.slots
-        self._only_own_user = needs_own_user(pipe, config)
+        self._pipe, self._only_own_user = pipe, needs_own_user(pipe, config)
         nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
         _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
         bounds = Bounds(FRAME_MAX_NBYTES, slots.nbytes + BEYOND_NBYTES, num_queued(config))
@@ -177,8 +177,12 @@ class Link:
         # Who listens may be another by now than who was looked for
         if self._only_own_user and not is_own_user(frame):
             raise PipeBroken(refusal("attached"))
-        if frame is not None and not has_other_side(int(frame.get(zmq.SRCFD))):
-            raise PipeBroken("attached: expected its sender to be there, got the connection's end")
+        if frame is not None:
+            fd = int(frame.get(zmq.SRCFD))
+            if not has_other_side(fd):
+                raise PipeBroken("attached: expected its sender, got the connection's end")
+            if self._pipe.reads_peers:
+                check_way(self._pipe.name, fd)
         self.lane.connected(message.address)
         self.is_connected = True
 

@@ -428,6 +428,10 @@ class Visitors:
         fd = self._fds.get(name)
         return name not in self._ended if fd is None else has_other_side(fd)
 
+    def descriptor_of(self, name: bytes) -> int | None:
+        """Of the connection of this name, where it is known."""
+        return self._fds.get(name)
+
     def take_num_failed(self) -> int:
         num_failed, self._num_failed = self._num_failed, 0
         return num_failed

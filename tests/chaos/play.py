@@ -808,7 +808,11 @@ class Play:
 
     def _leaks(self, before: dict[tuple[str, int], Usage]) -> list[str]:
         found: list[str] = []
-        for (name, rank), now in self._fleet.usages().items():
+        try:
+            usages = self._fleet.usages()
+        except FileNotFoundError as e:  # of a folder of /proc
+            return [f"{e.filename}: the process has ended by itself"]
+        for (name, rank), now in usages.items():
             was = before[name, rank]
             for what in ("threads", "descriptors", "mappings"):
                 most = getattr(was, what)

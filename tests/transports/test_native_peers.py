@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import cycle
@@ -28,10 +29,10 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import PeerGone, ReadDone
 from kvxfer.transports.channel import bind_unix
 from kvxfer.transports.guard import nearest_endpoint, unix_endpoint
-from kvxfer.transports.native_peers import check_own_devices, net_devices
+from kvxfer.transports.native_peers import check_own_devices, check_way, net_devices
 from kvxfer.transports.nixl_agent import Area
 from kvxfer.transports.nixl_pipe import Address
-from kvxfer.transports.pipe import Pipe, trial_slots
+from kvxfer.transports.pipe import Pipe, PipeBroken, trial_slots
 from kvxfer.transports.stream_wire import (
     STREAM_VERSION,
     AskTrial,
@@ -41,9 +42,11 @@ from kvxfer.transports.stream_wire import (
     decode_to_sink,
     encode,
 )
+from tests.chaos.network import enter_network
 from tests.helpers import needs_nixl, needs_ucxx, run_pair
 from tests.machine import RDMA, put
 from tests.transports.pair import CONFIG, Pair, a_move, key_of
+from tests.two_hosts import HostsUnavailable, Network, two_networks
 
 WIRES = [pytest.param("ucx", marks=needs_ucxx), pytest.param("nixl", marks=needs_nixl)]
 CPU = torch.device("cpu")
@@ -413,3 +416,76 @@ def test_a_loopback_host_reaches_no_other(host: str, source: str, is_refused: bo
 def test_a_host_that_is_not_here_is_named(host: str) -> None:
     with pytest.raises(TransportUnavailable, match=f"host: expected an address.* got '{host}'"):
         net_devices(Config(host=host, trust_network=True))
+
+
+# ------------------------------------------------------------------ a way to the other side
+
+
+@pytest.fixture
+def networks() -> Iterator[tuple[Network, Network]]:
+    try:
+        with two_networks() as both:
+            yield both
+    except HostsUnavailable as e:
+        pytest.skip(str(e))
+
+
+@pytest.mark.parametrize(
+    ("cut", "mend"),
+    [
+        ("link set eth0 down", "link set eth0 up"),
+        ("route add blackhole {}", "route del blackhole {}"),
+        ("route add unreachable {}", "route del unreachable {}"),
+    ],
+)
+def test_a_way_is_looked_for_without_a_word(
+    networks: tuple[Network, Network], cut: str, mend: str
+) -> None:
+    own, other = networks
+    inside = [ThreadPoolExecutor(1, "net", enter_network, (each.pid,)) for each in networks]
+    with inside[0] as here, inside[1] as there:
+        listener = here.submit(socket.create_server, (own.address, 0)).result()
+        joining = there.submit(socket.create_connection, listener.getsockname())
+        with listener, listener.accept()[0] as accepted, joining.result():
+
+            def look() -> None:
+                here.submit(check_way, "ucx", accepted.fileno()).result()
+
+            look()
+            own.ip(cut.format(other.address))
+            with pytest.raises(PipeBroken, match="ucx: expected a way to the other side, got "):
+                look()
+            own.ip(mend.format(other.address))
+            look()
+            assert accepted.fileno() >= 0
+
+
+def test_a_unix_socket_has_a_way_and_what_is_closed_has_none() -> None:
+    one, two = socket.socketpair()
+    with one, two:
+        check_way("ucx", one.fileno())
+        one.sendall(b"still here")
+        assert two.recv(100) == b"still here"
+        number = one.fileno()
+    with pytest.raises(PipeBroken, match="expected a way"):
+        check_way("ucx", number)
+
+
+@pytest.mark.parametrize("wire", [pytest.param("ucx", marks=needs_ucxx), "zmq"])
+@pytest.mark.parametrize("end", ["stream_source", "stream_link"])
+def test_ucx_does_not_connect_where_there_is_no_way(
+    wire: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ, which connects once, goes on over a way that comes back."""
+
+    def none(name: str, fd: int) -> None:
+        assert fd > 0
+        raise PipeBroken(f"{name}: expected a way to the other side, got none")
+
+    monkeypatch.setattr(f"kvxfer.transports.{end}.check_way", none)
+    with closing(Pair(msgspec.structs.replace(CONFIG, transport=wire))) as pair:
+        if wire == "zmq":
+            pair.trial().close()
+            return
+        with pytest.raises(TransportUnavailable, match="expected a way to the other side"):
+            pair.trial()
