@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -43,6 +44,7 @@ from kvxfer.transports.stream_wire import (
     encode,
 )
 from tests.chaos.network import enter_network
+from tests.far_peers import use_tcp
 from tests.helpers import needs_nixl, needs_ucxx, run_pair
 from tests.machine import RDMA, put
 from tests.transports.pair import CONFIG, Pair, a_move, key_of
@@ -472,20 +474,29 @@ def test_a_unix_socket_has_a_way_and_what_is_closed_has_none() -> None:
 
 
 @pytest.mark.parametrize("wire", [pytest.param("ucx", marks=needs_ucxx), "zmq"])
-@pytest.mark.parametrize("end", ["stream_source", "stream_link"])
+@pytest.mark.parametrize("looks", [0, 1], ids=["source", "sink"])
 def test_ucx_does_not_connect_where_there_is_no_way(
-    wire: str, end: str, monkeypatch: pytest.MonkeyPatch
+    wire: str, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZeroMQ, which connects once, goes on over a way that comes back."""
+    """The source looks first. ZeroMQ, which has connected, goes on over a way that comes back."""
+    use_tcp(monkeypatch)
+    connect, looked = socket.socket.connect, list[object]()
 
-    def none(name: str, fd: int) -> None:
-        assert fd > 0
-        raise PipeBroken(f"{name}: expected a way to the other side, got none")
+    def connects(own: socket.socket, address: Any) -> None:
+        if own.type == socket.SOCK_DGRAM:
+            looked.append(address)
+            if len(looked) > looks:
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
+        connect(own, address)
 
-    monkeypatch.setattr(f"kvxfer.transports.{end}.check_way", none)
-    with closing(Pair(msgspec.structs.replace(CONFIG, transport=wire))) as pair:
+    monkeypatch.setattr(socket.socket, "connect", connects)
+    config = msgspec.structs.replace(CONFIG, transport=wire, trust_network=True)
+    with closing(Pair(config)) as pair:
         if wire == "zmq":
             pair.trial().close()
+            assert not looked
             return
-        with pytest.raises(TransportUnavailable, match="expected a way to the other side"):
+        with pytest.raises(TransportUnavailable, match="other side, got Network is unr") as found:
             pair.trial()
+        assert ("refuses" in str(found.value)) == (looks == 0)
+        assert len(looked) == looks + 1
