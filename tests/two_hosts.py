@@ -16,9 +16,10 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -44,6 +45,9 @@ _HOSTS = "127.0.0.1 localhost\\n" + "".join(
 _NETWORK = ("unshare", "--net", "--mount")
 _BEGIN_NETWORK = "mount -t sysfs sysfs /sys && ip link set lo up && echo up && exec cat"
 _BEGIN_USERS = "echo up && exec cat"
+
+
+T = TypeVar("T")
 
 
 class HostsUnavailable(RuntimeError):
@@ -150,12 +154,21 @@ def two_networks() -> Iterator[tuple[Network, Network]]:
 
 def two_hosts_or_skip() -> Iterator[tuple[Host, Host]]:
     """The body of a fixture."""
+    yield from _or_skip(two_hosts())
+
+
+def two_networks_or_skip() -> Iterator[tuple[Network, Network]]:
+    """The body of a fixture."""
+    yield from _or_skip(two_networks())
+
+
+def _or_skip(both: AbstractContextManager[tuple[T, T]]) -> Iterator[tuple[T, T]]:
     with ExitStack() as stack:
         try:
-            hosts = stack.enter_context(two_hosts())
+            entered = stack.enter_context(both)
         except HostsUnavailable as e:
             pytest.skip(str(e))
-        yield hosts
+        yield entered
 
 
 def _begin(stack: ExitStack, command: tuple[str, ...], script: str, name: str) -> int:

@@ -42,14 +42,11 @@ _log = logging.getLogger("kvxfer.transports")
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a sink asks for when it attaches. ``way``: of the pipe's. ``num_before``: streams that
-    it has begun before this connection.
-    """
+    """What a sink asks for when it attaches. ``way``: of the pipe's."""
 
     slots: Slots
     way: str
     num_streams: int = 1
-    num_before: int = 0
     is_trial: bool = False
 
 
@@ -61,6 +58,9 @@ class Link:
     further ones; ``latest``: which has brought something last. ``jobs``: what unpacks a slot, by
     slot. ``num_unreadable``: messages; each may have cost a slot. ``untold``: slots whose
     credit was not taken: a source that stands still has a full queue, and may go on.
+
+    Args:
+        num_before: streams of the sink's other connections, so that these have other threads.
 
     Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
     """
@@ -74,11 +74,12 @@ class Link:
         context: Context,
         *,
         uses_unix_sockets: bool,
+        num_before: int = 0,
     ) -> None:
         self.control_endpoint = source.control_endpoint
         self.endpoint = endpoint = data_endpoint_of(source, config, pipe.name)
         self.num_streams = terms.num_streams
-        self._num_before = terms.num_before
+        self._num_before = num_before
         self._further: Streams | None = None
         self.slots = slots = terms.slots
         self._pipe, self._only_own_user = pipe, needs_own_user(pipe, config)
@@ -113,8 +114,8 @@ class Link:
 
     def connect_stream(self) -> Dealer:
         """Never connected again by itself: a new connection is a new attach."""
-        number = self._num_before + len(self.dealers)
-        thread = thread_of_stream(self._connect_to[0], number) if self.num_streams > 1 else 0
+        context, number = self._connect_to[0], self._num_before + len(self.dealers)
+        thread = thread_of_stream(context, number) if self.num_streams > 1 else 0
         return Dealer(*self._connect_to, word=encode(Credit(())), reconnects=False, threads=thread)
 
     def add_streams(self, message: Streams) -> None:

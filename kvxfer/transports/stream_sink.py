@@ -122,8 +122,6 @@ class StreamSink(ReceivingSink):
         self._num_jobs = 0
         self.name = self._pipe.name
         self._num_streams = num_streams(config) if self._pipe.has_streams else 1
-        self._num_begun = 0
-        """Streams of all links that there were."""
 
     # -- meeting a source rank
 
@@ -177,17 +175,17 @@ class StreamSink(ReceivingSink):
             config.chunk_nbytes,
         )
         slots = Slots(staging.num_slots, staging.slot_nbytes)
-        num_further = sum(link.num_streams - 1 for link in self._links.values())
-        room = max(0, most_further() - num_further)
+        num_before = sum(link.num_streams for link in self._links.values())
+        room = max(0, most_further() - (num_before - len(self._links)))
         link = Link(
             self._pipe,
-            Terms(slots, staging.way, min(self._num_streams, 1 + room), self._num_begun),
+            Terms(slots, staging.way, min(self._num_streams, 1 + room)),
             source,
             config,
             self._context,
             uses_unix_sockets=self.uses_unix_sockets,
+            num_before=num_before,
         )
-        self._num_begun += link.num_streams
         self._links[link.control_endpoint] = link
         self._watch()
         self._pipe.progress()

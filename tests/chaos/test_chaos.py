@@ -5,7 +5,6 @@ nothing is left. ``scripts/chaos.py`` has the long ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from copy import copy
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +38,7 @@ from tests.chaos.storm import (
 )
 from tests.connector.rig import NIXL, UCX
 from tests.helpers import needs_ucxx
-from tests.two_hosts import HostsUnavailable, two_networks
+from tests.two_hosts import two_networks_or_skip
 
 
 def slow(wire: Any) -> Any:
@@ -118,13 +117,7 @@ def test_a_storm_with_settings_leaves_nothing_behind(
 # ------------------------------------------------------------------ partitions
 
 
-@pytest.fixture
-def networks() -> Iterator[Networks]:
-    try:
-        with two_networks() as both:
-            yield both
-    except HostsUnavailable as e:
-        pytest.skip(str(e))
+networks = pytest.fixture(two_networks_or_skip)
 
 
 def test_engines_serve_again_when_the_network_is_whole(networks: Networks, tmp_path: Path) -> None:

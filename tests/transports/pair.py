@@ -103,11 +103,9 @@ class Pair:
         self.sink_pool.tensor.fill_(POISON)
         given = LocalMemory((self.source_pool.tensor,), (self.source_pool.info,))
         taken = LocalMemory((self.sink_pool.tensor,), (self.sink_pool.info,))
-        threads = (self.copy_thread, self.wake, self.context)
-        self.sources = make_sources(given, source_config, *threads)
-        self.sinks = make_sinks(
-            taken, sink_config or source_config, self.copy_thread, self.wake, self.sink_context
-        )
+        hands = self.copy_thread, self.wake
+        self.sources = make_sources(given, source_config, *hands, self.context)
+        self.sinks = make_sinks(taken, sink_config or source_config, *hands, self.sink_context)
         self.manifest = RankManifest(
             rank=RankId(0, 0),
             control_endpoint="tcp://127.0.0.1:5701",

@@ -48,7 +48,7 @@ from tests.far_peers import use_tcp
 from tests.helpers import needs_nixl, needs_ucxx, run_pair
 from tests.machine import RDMA, put
 from tests.transports.pair import CONFIG, Pair, a_move, key_of
-from tests.two_hosts import HostsUnavailable, Network, two_networks
+from tests.two_hosts import Network, two_networks_or_skip
 
 WIRES = [pytest.param("ucx", marks=needs_ucxx), pytest.param("nixl", marks=needs_nixl)]
 CPU = torch.device("cpu")
@@ -423,13 +423,7 @@ def test_a_host_that_is_not_here_is_named(host: str) -> None:
 # ------------------------------------------------------------------ a way to the other side
 
 
-@pytest.fixture
-def networks() -> Iterator[tuple[Network, Network]]:
-    try:
-        with two_networks() as both:
-            yield both
-    except HostsUnavailable as e:
-        pytest.skip(str(e))
+networks = pytest.fixture(two_networks_or_skip)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +453,6 @@ def test_a_way_is_looked_for_without_a_word(
                 look()
             own.ip(mend.format(other.address))
             look()
-            assert accepted.fileno() >= 0
 
 
 def test_a_unix_socket_has_a_way_and_what_is_closed_has_none() -> None:
