@@ -6,6 +6,7 @@ reason.
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -119,14 +120,28 @@ def test_a_request_that_prefill_never_gets_is_computed_and_lets_others_pass(tmp_
         assert answer.token_ids == engines.prefill.generate(prompt(100), 4).token_ids
 
 
-def break_in_growth(router: Router, rng: random.Random, number: int, what: str) -> str | None:
-    """One request, beside another that nobody touches; ``what`` is done somewhere in it. Returns
-    why its KV was not used.
+def growth_s_per_token(router: Router) -> float:
+    """What prefill takes here and now, alone."""
+    taken_s = []
+    for number in range(5):
+        began_s = time.perf_counter()
+        both = router.ask(prompt(400, seed=1000 + number))
+        router.engines.prefill.result(both.prefill)
+        taken_s.append(time.perf_counter() - began_s)
+        assert router.engines.decode.result(both.decode).done.failure is None
+    return statistics.median(taken_s) / 400
+
+
+def break_in_growth(
+    router: Router, rng: random.Random, number: int, what: str, s_per_token: float
+) -> str | None:
+    """One request, beside another that nobody touches; ``what`` is done somewhere in the time that
+    prefill takes for it alone. Returns why its KV was not used.
     """
     engines = router.engines
     both = router.ask(prompt(rng.randrange(200, 600), seed=number))
     other = router.ask(prompt(rng.randrange(100, 400), seed=-number - 1))
-    time.sleep(rng.random() ** 2 * 0.15)
+    time.sleep(rng.random() * len(both.tokens) * s_per_token)
     if what == "kill":
         engines.prefill.group.kill()
         engines.prefill.restart()
@@ -169,9 +184,10 @@ def broken(tmp_path: Path, transport: str, breaks: list[str]) -> Counter[str | N
         chunked(Role.DECODE, model, kv=kv),
     ) as engines:
         router = Router(engines)
+        s_per_token = growth_s_per_token(router)
         found: Counter[str | None] = Counter()
         for number, what in enumerate(breaks):
-            found[break_in_growth(router, rng, number, what)] += 1
+            found[break_in_growth(router, rng, number, what, s_per_token)] += 1
         at_rest(engines)
         assert set(found) - {None} <= REASONS
         assert engines.decode.info().counts.get("requests.loaded", 0) > 0
