@@ -12,6 +12,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transports.nixl_agent import NixlAgent
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -114,6 +118,16 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
     ]
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _hooks_in_order() -> None:
+    """NIXL's UCX takes the memory hooks of one that was in its process before, which kvxfer then
+    refuses to make again; tests make both, in any order.
+    """
+    if importlib.util.find_spec("ucxx") and importlib.util.find_spec("nixl"):
+        with suppress(TransportUnavailable):
+            NixlAgent(()).close()
 
 
 @pytest.fixture

@@ -188,7 +188,10 @@ def _make(
 ) -> dict[str, T]:
     """With ``auto`` a wire that cannot be had is left out, but not ``zmq``, which is everywhere."""
     made: dict[str, T] = {}
-    for name in _wanted(makers, config, memory):
+    wanted = _wanted(makers, config, memory)
+    # NIXL brings a UCX whose hooks of memory functions take the place of ours. After it both have
+    # theirs, however many there are of each; where ours came first the next of ours has none.
+    for name in sorted(wanted, key=lambda name: name == "ucx"):
         try:
             made[name] = named(name, makers[name](memory, config, copy_thread, wake, context))
         except Exception as exc:
@@ -205,7 +208,7 @@ def _make(
                 if not isinstance(wire, DirectSource):
                     wire.close()
             raise
-    return made
+    return {name: made[name] for name in wanted if name in made}
 
 
 def data_endpoints(sources: Mapping[str, SourceTransport]) -> dict[str, str]:

@@ -53,14 +53,16 @@ class Ucx:
 
     def context(self, device: torch.device, net_devices: Sequence[str]) -> Foreign:
         """For staging on this device, on these of the network. Raises TransportUnavailable."""
-        feature = self._library.Feature
+        options = settings(device, net_devices, variables_of("UCX_"))
         try:
-            # With all features an endpoint takes twice the time (20 ms of CPU) to choose protocols.
-            context = self._library.UCXContext(
-                config_dict=settings(device, net_devices, variables_of("UCX_")),
-                feature_flags=(feature.TAG, feature.WAKEUP),
-            )
+            context = self._context(options)
         except self.Error as exc:
+            if "RCACHE_ENABLE" in options and self._starts(options | {"RCACHE_ENABLE": "n"}):
+                raise TransportUnavailable(
+                    "ucx: expected UCX's hooks of memory functions, got none; has another UCX, as "
+                    "NIXL's, put its own in their place? Make kvxfer's wires after that, or name "
+                    "another one with transport"
+                ) from exc
             raise TransportUnavailable(f"ucx: expected a UCX that starts, got {exc!r}") from exc
         # One without CUDA, or without the driver, would take GPU memory for the host's.
         if device.type == "cuda" and "cuda_cpy" not in context.info:
@@ -69,6 +71,20 @@ class Ucx:
                 "libucx-cu13 has it, and so has a system UCX that was built --with-cuda"
             )
         return context
+
+    def _context(self, options: dict[str, str]) -> Foreign:
+        feature = self._library.Feature
+        # With all features an endpoint takes twice the time (20 ms of CPU) to choose protocols.
+        return self._library.UCXContext(
+            config_dict=options, feature_flags=(feature.TAG, feature.WAKEUP)
+        )
+
+    def _starts(self, options: dict[str, str]) -> bool:
+        try:
+            self._context(options)
+        except self.Error:
+            return False
+        return True
 
     def worker(self, context: object) -> Worker:
         """One that can be waited for. Raises TransportUnavailable."""
@@ -147,6 +163,9 @@ def settings(
         # Otherwise "connect" has the IO thread wait. And where it is refused at once, because the
         # peer has died after asking for the connection, 1.21 and 1.22 use what they have freed.
         "TCP_CONN_NB": "y",
+        # Without this cache, for which it needs hooks of memory functions, UCX 1.21 uses a
+        # null pointer when a peer dies while a chunk is under way (openucx/ucx #11467).
+        "RCACHE_ENABLE": "y",
         "RNDV_THRESH": _RNDV_THRESH,
         "NET_DEVICES": ",".join(net_devices),
     }

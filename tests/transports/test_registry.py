@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -18,6 +19,7 @@ from kvxfer.config import Config
 from kvxfer.errors import ConfigError, TransportUnavailable
 from kvxfer.transports.base import LocalMemory, SendingSource, SourceTransport
 from kvxfer.transports.registry import data_endpoints, published_infos
+from tests.helpers import needs_nixl, needs_ucxx
 from tests.machine import RDMA, put
 from tests.transports.pair import CONFIG
 from tests.transports.worker import Worker
@@ -89,7 +91,7 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     (tmp_path / "infiniband" / "mlx5_0").mkdir()
     assert (names(), made) == (["shm", "zmq"], ["ucx"])  # NIXL is not installed
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert (names(), made) == (["shm", "zmq"], ["ucx", "nixl"])
+    assert (names(), made) == (["shm", "zmq"], ["nixl", "ucx"])
     # On the loopback device, where UCX stays without that, there is no RDMA
     assert (names(is_trusted=False), made) == (["shm", "zmq"], [])
     # A setting that one of them cannot keep to is no failure of its library
@@ -108,7 +110,34 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     (tmp_path / "infiniband" / "mlx5_0").rmdir()
     memory = LocalMemory((on_gpu,), ())
     assert list(worker.sources(memory, Config(zmq_streams=1))) == ["zmq"]
-    assert made == ["cuda_ipc", "ucx", "nixl"]
+    assert made == ["cuda_ipc", "nixl", "ucx"]
+
+
+def make_both_sides(rdma: str) -> None:
+    """What ``auto`` takes on a host with RDMA, with the order of preference."""
+    config = Config(trust_network=True, zmq_streams=1)
+    with closing(Worker()) as worker, pytest.MonkeyPatch.context() as patch:
+        put(patch, RDMA, Path(rdma))
+        sources, sinks = worker.sources(worker.plain, config), worker.sinks(worker.plain, config)
+        close(sources)
+        for sink in sinks.values():
+            sink.close()
+        assert list(sources) == ["zmq", "ucx", "nixl"]
+        assert list(sinks) == ["shm", "zmq", "ucx", "nixl"]
+
+
+@needs_ucxx
+@needs_nixl
+def test_ucx_and_nixl_stand_beside_each_other_on_both_sides(tmp_path: Path) -> None:
+    """In a process where there was none before: NIXL's UCX takes the hooks of one that was there.
+
+    The files of RDMA are made up; both go over TCP.
+    """
+    (tmp_path / "mlx5_0").mkdir()
+    code = f"from {__name__} import make_both_sides; make_both_sides({str(tmp_path)!r})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_auto_without_a_listening_address_is_an_error(worker: Worker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -11,9 +12,10 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
+from kvxfer.transports.nixl_agent import NixlAgent
 from kvxfer.transports.ucx_library import check_version, settings
 from kvxfer.transports.ucx_pipe import UcxPipe, tag_of
-from tests.helpers import needs_ucxx
+from tests.helpers import needs_nixl, needs_ucxx
 
 CPU = torch.device("cpu")
 
@@ -55,6 +57,7 @@ def test_settings() -> None:
         "TCP_TX_SEG_SIZE": "256k",
         "TCP_RX_SEG_SIZE": "256k",
         "TCP_CONN_NB": "y",  # to a peer that has died
+        "RCACHE_ENABLE": "y",  # or a death in the midst of a chunk is this process's own
         "RNDV_THRESH": "256000",  # less than a segment
         "NET_DEVICES": "eth0,mlx5_0:1",
     }
@@ -62,6 +65,43 @@ def test_settings() -> None:
     gpu = settings(torch.device("cuda:0"), ("lo",), environ)
     assert not {"TLS", "NET_DEVICES"} & gpu.keys()  # what the environment says stays
     assert gpu["RNDV_THRESH"] == "8192"  # inf, which helps host memory, makes a GPU's crawl
+
+
+def make_ucx_after(*others: bool) -> None:
+    """Of several, in turn; True: an agent of NIXL's."""
+    kept: list[object] = []
+    for is_nixl in others:
+        kept.append(NixlAgent(()) if is_nixl else UcxPipe(CPU, Config(), lambda: None))
+    UcxPipe(CPU, Config(), lambda: None)
+
+
+@needs_ucxx
+@needs_nixl
+@pytest.mark.parametrize(
+    ("others", "environ", "error"),
+    [
+        ((False, True), {}, "expected UCX's hooks of memory functions, got none; has another UCX"),
+        ((False, True), {"UCX_RCACHE_ENABLE": "try"}, ""),
+        ((True, False), {}, ""),
+        ((True, False, True, False), {}, ""),
+        ((), {"UCX_MEM_EVENTS": "n"}, "expected UCX's hooks of memory functions, got none; has"),
+        ((), {"UCX_TLS": "none-such"}, "expected a UCX that starts, got .*No such device"),
+    ],
+)
+def test_ucx_is_refused_where_a_death_of_a_peer_would_be_its_own(
+    others: tuple[bool, ...], environ: dict[str, str], error: str
+) -> None:
+    """Without hooks UCX has no cache of registrations, which it uses all the same when it ends what
+    a dead peer had begun: a null pointer. NIXL's UCX takes the hooks of one that was there before.
+    """
+    code = f"from {__name__} import make_ucx_after; make_ucx_after(*{others})"
+    environ = {n: v for n, v in os.environ.items() if not n.startswith("UCX_")} | environ
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    if error:
+        assert re.search(f"TransportUnavailable: ucx: {error}", done.stderr)
+    else:
+        assert done.returncode == 0, done.stderr
 
 
 def test_tags_tell_apart() -> None:

@@ -8,9 +8,9 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.testing.peers import Context
-from kvxfer.transports.base import LocalMemory, SourceTransport
+from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import CopyThread
-from kvxfer.transports.registry import make_sources
+from kvxfer.transports.registry import make_sinks, make_sources
 
 
 class Worker:
@@ -24,6 +24,9 @@ class Worker:
 
     def sources(self, memory: LocalMemory, config: Config) -> dict[str, SourceTransport]:
         return make_sources(memory, config, self.copy_thread, lambda: None, self.context)
+
+    def sinks(self, memory: LocalMemory, config: Config) -> dict[str, SinkTransport]:
+        return make_sinks(memory, config, self.copy_thread, lambda: None, self.context)
 
     def close(self) -> None:
         self.copy_thread.close()
