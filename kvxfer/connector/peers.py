@@ -71,6 +71,8 @@ anything.
 """
 TRIALS_S = 2.0
 """What a first contact may take beyond connect_timeout_s, for the trials of all wires together."""
+TOLD_S = 0.5
+"""A trial that has run out of time has this long to say what it waited for."""
 
 _MEETING = (PeerState.MEETING, PeerState.TRYING, PeerState.CHECKING)
 _log = logging.getLogger("kvxfer.connector")
@@ -251,15 +253,16 @@ class Peers:
         if peer.deadline is not None:
             peer.deadline.cancel()
             peer.deadline = None
-        now_s = self._io.now()
+        now_s = late_s = self._io.now()
         match peer.snapshot.awaited:
             case Awaited.ANSWER:
-                peer.until_s = now_s + self._around.config.connect_timeout_s
+                late_s = peer.until_s = now_s + self._around.config.connect_timeout_s
             case Awaited.REST:
                 peer.until_s += TRIALS_S
+                late_s = peer.until_s + TOLD_S
             case Awaited.NOTHING:
                 return
-        peer.deadline = self._io.after(peer.until_s - now_s, self._late, peer)
+        peer.deadline = self._io.after(late_s - now_s, self._late, peer)
 
     def _late(self, peer: Peer) -> None:
         timeout_s = self._around.config.connect_timeout_s

@@ -277,9 +277,15 @@ class TrialTaker:
             if left_s <= 0:
                 raise TransportUnavailable(
                     f"{self._pipe.name}: expected {nbytes} bytes from {link.endpoint} within "
-                    f"{self._timeout_s:.3g} s, got no answer"
+                    f"{self._timeout_s:.3g} s, got {self._progress()}"
                 )
             self._look(min(left_s, LOOK_S))
+
+    def _progress(self) -> str:
+        """How far it has come without the bytes."""
+        if not self._dealer.has_stood:
+            return "no connection"
+        return "none of them" if self._link.is_connected else "no answer"
 
     def _look(self, most_s: float) -> None:
         """Wait for what the source or the pipe has to say."""

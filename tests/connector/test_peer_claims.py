@@ -15,7 +15,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.connector.access import check_introduction
 from kvxfer.connector.peer_session import PeerState
-from kvxfer.connector.peers import MAX_GREETED, TRIALS_S
+from kvxfer.connector.peers import MAX_GREETED, TOLD_S, TRIALS_S
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import WireCosts
@@ -175,7 +175,7 @@ def test_a_rank_that_is_not_there_fails_the_contact() -> None:
         source.step(ConnectorMetadata(manifest=manifest))
         sink.load("d", _offered(source, "p"), range(4), SPAN)
         until(lambda: is_checked(sink, source))
-        pass_s(sink, 300.0 + TRIALS_S)
+        pass_s(sink, 300.0 + TRIALS_S + TOLD_S)
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"peer_lost"}
         assert f"{nobody}: expected its ranks to confirm" in sink.reports("d")[0].detail
@@ -393,6 +393,8 @@ def test_a_trial_that_never_ends_ends_the_contact(monkeypatch: pytest.MonkeyPatc
         pass_s(sink, 300.0 - 60.0)
         assert not sink.received("d")
         pass_s(sink, 60.0 + TRIALS_S)
+        assert not sink.received("d")
+        pass_s(sink, TOLD_S)
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"transport"}
         is_over.set()

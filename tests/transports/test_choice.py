@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -108,6 +109,14 @@ def test_a_peer_that_does_not_answer_is_given_up(pair: Pair) -> None:
     # Nobody drives the source here: it is connected to, and silent.
     with pytest.raises(TransportUnavailable, match=r"within 0\.2 s, got no answer"):
         choose({"zmq": pair.sinks["zmq"]}, pair.manifest, WORKLOAD, timeout_s=0.2)
+
+
+def test_a_listener_that_is_no_source_is_no_connection(pair: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoints = {"zmq": f"tcp://127.0.0.1:{mute.getsockname()[1]}"}
+        manifest = msgspec.structs.replace(pair.manifest, data_endpoints=endpoints)
+        with pytest.raises(TransportUnavailable, match=r"within 0\.2 s, got no connection"):
+            choose({"zmq": pair.sinks["zmq"]}, manifest, WORKLOAD, timeout_s=0.2)
 
 
 def test_no_candidates(pair: Pair) -> None:

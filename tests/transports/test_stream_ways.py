@@ -200,7 +200,7 @@ def test_ways_are_timed_in_turn_until_the_faster_one_is_known(
         (both("no", 1.99), 2.0, "other"),
         (both(0.3, "no"), 2.0, "usual"),
         (both("no", "neither"), 2.0, TransportUnavailable(": no$")),
-        (both(9.9, 0.1), 2.0, TransportUnavailable("within 2 s, got no answer")),  # nothing is left
+        (both(9.9, 0.1), 2.0, TransportUnavailable("within 2 s, got none of")),  # nothing is left
     ],
 )
 def test_ways_that_fail_and_times(
@@ -266,10 +266,10 @@ def test_a_trial_without_any_way_says_why_the_usual_one_failed(pair: Pair, world
         pair.trial()
 
 
-def test_a_trial_that_gets_no_answer_is_over_in_time(pair: Pair, world: World) -> None:
+def test_a_trial_that_gets_no_bytes_is_over_in_time(pair: Pair, world: World) -> None:
     world.silent.update(world.ways)
     begin_s = time.monotonic()
-    with pytest.raises(TransportUnavailable, match=r"within 0\.3 s, got no answer"):
+    with pytest.raises(TransportUnavailable, match=r"within 0\.3 s, got none of them"):
         pair.trial(0.3)
     assert time.monotonic() - begin_s < 20
 
