@@ -129,7 +129,7 @@ class Member:
 
     ``is_usurper``: this life has another engine id on the same port. ``back_at_s``: when it is
     started anew; None: it runs, or is about to. ``last_served``: the last life that has served.
-    ``stands_until_s``: a process or a thread of it does, and whoever connects would wait.
+    ``process_until_s``, ``thread_until_s``: one stands still, and whoever connects would wait.
     ``begun_s``: when this life began.
     """
 
@@ -141,7 +141,8 @@ class Member:
     last_served: int = 0
     is_usurper: bool = False
     back_at_s: float | None = None
-    stands_until_s: float = 0.0
+    process_until_s: float = 0.0
+    thread_until_s: float = 0.0
     begun_s: float = 0.0
     facts: dict[int, Facts] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
@@ -154,6 +155,30 @@ class Member:
     def pids(self) -> tuple[int, ...]:
         """By rank."""
         return tuple(reversed(self.group.pids))
+
+    def begin_anew(self) -> None:
+        self.lives += 1
+        self.back_at_s = None
+        self.process_until_s = self.thread_until_s = 0.0
+
+    @property
+    def stands_until_s(self) -> float:
+        return max(self.process_until_s, self.thread_until_s)
+
+    def stands_for(self, duration_s: float, *, is_thread: bool) -> float:
+        """A process or a thread was told to stand still; returns for how long something does.
+
+        A thread has its signal when its process goes on, whichever was told first, and sleeps then.
+        """
+        now_s = time.monotonic()
+        if is_thread:
+            begins_s = max(now_s, self.process_until_s)
+            self.thread_until_s = max(self.thread_until_s, begins_s + duration_s)
+        else:
+            self.process_until_s = max(self.process_until_s, now_s + duration_s)
+            if self.thread_until_s > now_s:
+                self.thread_until_s += duration_s
+        return self.stands_until_s - now_s
 
 
 class Fleet:
@@ -325,8 +350,7 @@ class Fleet:
         name = f"{member.name}-other" if member.is_usurper else member.name
         member.config = msgspec.structs.replace(member.config, engine_id=name)
         member.group = self._started(member.config, member.shape)
-        member.lives += 1
-        member.back_at_s, member.stands_until_s = None, 0.0
+        member.begin_anew()
         member.begun_s = time.monotonic()
 
     # ------------------------------------------------------------------ what befalls them

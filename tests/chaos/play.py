@@ -39,7 +39,7 @@ from tests.chaos.child import FLIPS, WRONGS, Order
 from tests.chaos.deeds import HELD, NOBODYS, deeds_in
 from tests.chaos.fleet import IMPATIENT, Fleet, Member, Usage, left_behind, wait_for_end
 from tests.chaos.mangling import CHUNK, MESSAGE
-from tests.chaos.storm import STEP_TOKENS, STOPS, Ask, Injection, Kind, Plan, Twist
+from tests.chaos.storm import STEP_TOKENS, STOPS, THREAD_STOPS, Ask, Injection, Kind, Plan, Twist
 from tests.hostile.cases import Target
 
 OFFER: dict[str, Any] = {"do_remote_decode": True}
@@ -691,11 +691,11 @@ class Play:
                 is_done = False
         if is_done:
             self._befallen.add(number)
-        ends_s = time.monotonic() + injection.duration_s
+        lasts_s = injection.duration_s
         if injection.kind in STOPS and is_done:
-            member.stands_until_s = max(member.stands_until_s, ends_s)
+            lasts_s = member.stands_for(lasts_s, is_thread=injection.kind in THREAD_STOPS)
         if injection.kind not in (Kind.CLOCK, Kind.WALL_CLOCK):
-            self._later(injection.duration_s + 1.0, lambda: None)  # rest comes after its end
+            self._later(lasts_s + 1.0, lambda: None)  # rest comes after its end
 
     def _kill(self, member: Member, injection: Injection) -> bool:
         if member.back_at_s is not None or member.client is None:

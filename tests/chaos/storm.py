@@ -175,8 +175,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 LONGEST_PROMPT = 400
 STEP_TOKENS = 192
 """What an engine computes in one step: the longer half of the prompts takes several."""
-_THREAD_STOPS = (Kind.STOP_IO, Kind.STOP_COPY, Kind.STOP_MAIN, Kind.STOP_ZMQ)
-STOPS = (Kind.STOP, Kind.STOP_ENGINE, *_THREAD_STOPS)
+THREAD_STOPS = (Kind.STOP_IO, Kind.STOP_COPY, Kind.STOP_MAIN, Kind.STOP_ZMQ)
+STOPS = (Kind.STOP, Kind.STOP_ENGINE, *THREAD_STOPS)
 THREAD_STOPS_S = (1.0, 3.0, 5.0)
 PROCESS_STOPS_S = (0.3, 1.2, 3.5)
 MANGLED_S = (1.0, 4.0, 10.0)
@@ -272,7 +272,7 @@ def _injection(
         rank = shape.tp_size - 1
     elif kind is Kind.KILL_SCHEDULER:
         rank = 0
-    usual_s = THREAD_STOPS_S if kind in _THREAD_STOPS else PROCESS_STOPS_S
+    usual_s = THREAD_STOPS_S if kind in THREAD_STOPS else PROCESS_STOPS_S
     duration_s = drawn.choice([each_s for each_s in usual_s if each_s <= longest_s])
     if drawn.random() < LONG_STOP_SHARE and longest_s >= LONG_STOP_S:
         duration_s = LONG_STOP_S

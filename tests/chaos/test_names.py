@@ -46,3 +46,16 @@ def test_what_a_process_holds_or_has_made_is_its_own() -> None:
         assert names.left(set()) == sorted([f"@{address}", file.name, folder])
     assert not Path(file.name).exists()
     assert names.left(set()) == []
+
+
+def test_another_socket_by_a_port_that_was_given_back_is_somebody_elses() -> None:
+    """Also where the port has the number of a process."""
+    names, address = Names(), f"\0kvxfer-{secrets.token_hex(8)}-127.0.0.1:{NOBODY}"
+    with socket.socket(socket.AF_UNIX) as own:
+        own.bind(address)
+        names.look_at(os.getpid())
+        assert names.left({NOBODY}) == [f"@{address[1:]}"]
+    assert names.left({NOBODY}) == []
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(address)
+        assert names.left({NOBODY}) == []

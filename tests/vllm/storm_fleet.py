@@ -335,8 +335,7 @@ class VllmFleet(Fleet):
     def restart(self, member: Member) -> None:
         engine = self._launched(member.shape, _engine(member).port)
         member.group = VllmGroup(engine)
-        member.lives += 1
-        member.back_at_s, member.stands_until_s = None, 0.0
+        member.begin_anew()
 
     def close(self) -> None:
         super().close()
