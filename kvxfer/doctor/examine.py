@@ -187,6 +187,8 @@ def wait_for_peers(config: Config, tell: Callable[[str], object]) -> NoReturn:
     """
     device = torch.device("cuda", 0) if torch.cuda.device_count() else HOST
     config = config.for_engine(gives_kv=True, num_ranks=1).for_rank(0)
+    if config.log_level == "INFO":  # which says of each port that a doctor has tried that it was
+        config = replace(config, log_level="WARNING")
     with Child(config, engines.waiting, config, device, is_loud=True) as child:
         endpoint = child.answer(WAIT_S)
         if isinstance(endpoint, Failure):
