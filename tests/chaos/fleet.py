@@ -241,6 +241,8 @@ class Fleet:
 
     def _config(self, shape: Shape) -> EngineConfig:
         settings = {**self._settings, "port": self._claimed_port() if shape.is_prefill else 0}
+        if not shape.presumes:
+            settings["early_ahead"] = 0.0
         if self._networks is not None:
             own, other = self._networks if shape.is_prefill else self._networks[::-1]
             settings |= {"host": own.address, "allowed_peers": [other.address]}

@@ -91,7 +91,7 @@ def kinds_for(wire: str, kinds: Sequence[Kind] = ON_ONE_HOST) -> tuple[Kind, ...
 
 class Shape(msgspec.Struct, frozen=True):
     """An engine of the fleet, with blocks for so many tokens. ``slow_s``: as
-    :class:`tests.chaos.child.Spec` has it.
+    :class:`tests.chaos.child.Spec` has it. ``presumes``: it asks for an offer before it is found.
     """
 
     name: str
@@ -101,13 +101,14 @@ class Shape(msgspec.Struct, frozen=True):
     layout: str
     slow_s: float = 0.0
     num_tokens: int = 3840
+    presumes: bool = True
 
 
 FLEET = (
     Shape("p0", True, 1, 16, "HND"),
     Shape("p1", True, 2, 32, "NHD"),
     Shape("d0", False, 2, 16, "NHD", slow_s=0.004),
-    Shape("d1", False, 1, 32, "HND"),
+    Shape("d1", False, 1, 32, "HND", presumes=False),
 )
 SLOW_FLEET = (FLEET[0], Shape("d0", False, 2, 16, "NHD", slow_s=0.05, num_tokens=640))
 """A copy takes as long as a step of the engine, and blocks that come back are used at once."""
