@@ -78,7 +78,6 @@ def test_plans_over_a_slow_link_meet_what_was_measured_there() -> None:
     assert num_compared >= 6
 
 
-@pytest.mark.slow
 def test_the_file_is_what_the_results_give() -> None:
     for fitted, shipped in zip(wire_figures.collect(), load_figures(), strict=True):
         for name in shipped.__struct_fields__:
