@@ -34,7 +34,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.transports.native_peers import net_devices, parse_address
+from kvxfer.transports.native_peers import check_way, net_devices, parse_address
 from kvxfer.transports.nixl_agent import MOST_ADDRESS, Area, NixlAgent, Operation, Request
 from kvxfer.transports.pipe import (
     Parts,
@@ -197,16 +197,16 @@ class NixlPipe(Pipe):
     def is_idle(self) -> bool:
         return not self._ends
 
-    def open_source(self, address: bytes, slots: Slots) -> NixlSourceLane:
+    def open_source(self, address: bytes, slots: Slots, *, fd: int | None = None) -> NixlSourceLane:
         try:
             theirs = Address.decode(address)
-            end = self._source_end(theirs, slots)
+            end = self._source_end(theirs, slots, fd)
         except PipeBroken as exc:
             raise TransportUnavailable(str(exc)) from exc
         self._ends[end.connection] = end
         return NixlSourceLane(self, end, theirs.operation)
 
-    def _source_end(self, theirs: Address, slots: Slots) -> End:
+    def _source_end(self, theirs: Address, slots: Slots, fd: int | None) -> End:
         if theirs.connection in self._ends:
             raise PipeBroken("nixl: expected a new connection, got one that is open")
         host = self._host
@@ -216,6 +216,8 @@ class NixlPipe(Pipe):
         else:
             end = Writer(host, Staging(host, slots), theirs.connection, "WRITE")
         try:
+            if fd is not None:
+                check_way("nixl", fd)
             end.meet(theirs)
         except PipeBroken:
             end.staging.give_back()

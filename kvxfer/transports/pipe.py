@@ -267,8 +267,10 @@ class Pipe(ABC):
         return True
 
     @abstractmethod
-    def open_source(self, address: bytes, slots: Slots) -> SourceLane:
-        """The giving end of a connection, for a sink that gave this address.
+    def open_source(self, address: bytes, slots: Slots, *, fd: int | None = None) -> SourceLane:
+        """The giving end of a connection, for a sink that gave this address. ``fd``: of the
+        connection by which it came, for a pipe that ``reads_peers``: see
+        :func:`kvxfer.transports.native_peers.check_way`.
 
         Raises TransportUnavailable.
         """

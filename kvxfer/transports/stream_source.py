@@ -36,7 +36,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.channel import Bounds, Context, Router, why_not_listening
 from kvxfer.transports.copy_thread import Copier, CopyEnd, Mailbox
-from kvxfer.transports.native_peers import check_way, is_own_user, needs_own_user, refusal
+from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.parallel import stream_threads
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
 from kvxfer.transports.stream_connections import (
@@ -643,10 +643,12 @@ class StreamSource(SendingSource):
             self._send_away(connection, detail)
             return False
         try:
-            fd = self._router.visitors.descriptor_of(connection.identity)
-            if self._pipe.reads_peers and fd is not None:
-                check_way(self.name, fd)
-            lane = connection.lane = self._pipe.open_source(connection.address, connection.slots)
+            asked = connection.address, connection.slots
+            if self._pipe.reads_peers:
+                fd = self._router.visitors.descriptor_of(connection.identity)
+                lane = connection.lane = self._pipe.open_source(*asked, fd=fd)
+            else:
+                lane = connection.lane = self._pipe.open_source(*asked)
         except (TransportUnavailable, PipeBroken) as exc:
             self.counts["pipe_failed"] += 1
             _log.warning("%s: a sink cannot be reached: %s", self.name, exc)

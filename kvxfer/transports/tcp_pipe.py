@@ -601,7 +601,7 @@ class TcpPipe(Pipe):
     def take_counts(self) -> Counter[str]:
         return Counter() if self._listener is None else self._listener.take_counts()
 
-    def open_source(self, address: bytes, slots: Slots) -> TcpSourceLane:
+    def open_source(self, address: bytes, slots: Slots, *, fd: int | None = None) -> TcpSourceLane:
         try:
             sink = parse_address("tcp", address, SinkAddress)
         except PipeBroken as exc:

@@ -38,7 +38,7 @@ from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transfer.pull import MAX_CHUNK_NBYTES
 from kvxfer.transports.base import Wake
-from kvxfer.transports.native_peers import net_devices, parse_address
+from kvxfer.transports.native_peers import check_way, net_devices, parse_address
 from kvxfer.transports.pipe import (
     Lane,
     Parts,
@@ -265,7 +265,7 @@ class UcxPipe(Pipe):
     def on_device(self) -> AbstractContextManager[object]:
         return on_device(self._device)
 
-    def open_source(self, address: bytes, slots: Slots) -> UcxSourceLane:
+    def open_source(self, address: bytes, slots: Slots, *, fd: int | None = None) -> UcxSourceLane:
         try:
             sink = parse_address("ucx", address, SinkAddress)
         except PipeBroken as exc:
@@ -273,6 +273,8 @@ class UcxPipe(Pipe):
         with self.on_device():
             end = self._new_end(slots)
             try:
+                if fd is not None:
+                    check_way("ucx", fd)  # behind the worker, which takes 3 ms
                 end.connect(sink.worker)
                 lane = UcxSourceLane(self, end, sink.connection)
             except PipeBroken as exc:

@@ -139,7 +139,7 @@ class ZmqPipe(Pipe):
         """The same for every device: frames are host memory."""
         return HOST_STAGING
 
-    def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
+    def open_source(self, address: bytes, slots: Slots, *, fd: int | None = None) -> ZmqSourceLane:
         return ZmqSourceLane(slots, self._make)
 
     def open_sink(self, slots: Slots, way: str = "") -> ZmqSinkLane:

@@ -89,7 +89,7 @@ class InflatingLane(SinkLane):
 class DeflatePipe(Pipe):
     name = "deflate"
 
-    def open_source(self, address: bytes, slots: Slots) -> DeflatingLane:
+    def open_source(self, address: bytes, slots: Slots, *, fd: int | None = None) -> DeflatingLane:
         return DeflatingLane(slots)
 
     def open_sink(self, slots: Slots, way: str = "") -> InflatingLane:

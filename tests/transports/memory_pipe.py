@@ -207,7 +207,9 @@ class MemoryPipe(Pipe):
         self._is_open = True
         world.num_pipes += 1
 
-    def open_source(self, address: bytes, slots: Slots) -> MemorySourceLane:
+    def open_source(
+        self, address: bytes, slots: Slots, *, fd: int | None = None
+    ) -> MemorySourceLane:
         if "open_source" in self._world.breaks:
             raise TransportUnavailable("ucx: no way there")
         return MemorySourceLane(self._world, address, slots, self._wake)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -358,6 +359,18 @@ def test_parts_of_an_announcement_are_refused(two: Two) -> None:
     _, taker = two.open()
     with pytest.raises(ProtocolError, match="expected nothing beside its header, got 1"):
         taker.announced(0, 0, 8, [zmq.Frame(b"x")])
+
+
+def test_a_source_connects_to_no_sink_that_has_no_way(two: Two) -> None:
+    address = two.sink.open_sink(SLOTS, two.operation).address
+    with socket.socket() as alone:
+        with pytest.raises(TransportUnavailable, match="nixl: expected a way to the other side"):
+            two.source.open_source(address, SLOTS, fd=alone.fileno())
+        assert two.source.is_idle
+    here, there = socket.socketpair()
+    with here, there:
+        two.source.open_source(address, SLOTS, fd=here.fileno())
+    assert not two.source.is_idle
 
 
 def test_addresses_that_are_none_are_refused(two: Two) -> None:

@@ -96,7 +96,7 @@ class PartsPipe(Pipe):
     ) -> None:
         self._source, self._sink = source, sink
 
-    def open_source(self, address: bytes, slots: Slots) -> SourceLane:
+    def open_source(self, address: bytes, slots: Slots, *, fd: int | None = None) -> SourceLane:
         return self._source(slots)
 
     def open_sink(self, slots: Slots, way: str = "") -> SinkLane:

@@ -110,7 +110,9 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[SourceLane]:
             super().close()
 
     class Noting(ZmqPipe):
-        def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
+        def open_source(
+            self, address: bytes, slots: Slots, *, fd: int | None = None
+        ) -> ZmqSourceLane:
             return Lane(slots, untouched)
 
     use_source(monkeypatch, "zmq", partial(StreamSource, lambda *_: Noting()))
@@ -540,7 +542,7 @@ class Full(ZmqPipe):
         super().__init__()
         self._side = side
 
-    def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
+    def open_source(self, address: bytes, slots: Slots, *, fd: int | None = None) -> ZmqSourceLane:
         self._allocate("source")
         return super().open_source(address, slots)
 

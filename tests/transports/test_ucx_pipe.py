@@ -6,6 +6,7 @@ import math
 import os
 import select
 import signal
+import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -266,6 +267,19 @@ def _send_to(ends: Ends, address: bytes) -> None:
     lane.send(0, 0, 1)
     assert lane.poll() == [0]
     ends.until(lane.poll)
+
+
+@needs_ucxx
+def test_a_source_connects_to_no_sink_that_has_no_way() -> None:
+    """Nothing of it is left, and it does where there is one."""
+    with two_ends() as ends, socket.socket() as alone:
+        address = ends.sink_pipe.open_sink(SLOTS).address
+        with pytest.raises(TransportUnavailable, match="ucx: expected a way to the other side"):
+            ends.source_pipe.open_source(address, SLOTS, fd=alone.fileno())
+        ends.until(lambda: ends.source_pipe.is_idle)
+        here, there = socket.socketpair()
+        with here, there:
+            ends.source_pipe.open_source(address, SLOTS, fd=here.fileno())
 
 
 @needs_ucxx
