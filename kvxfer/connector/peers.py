@@ -253,7 +253,7 @@ class Peers:
         if peer.deadline is not None:
             peer.deadline.cancel()
             peer.deadline = None
-        now_s = late_s = self._io.now()
+        now_s = self._io.now()
         match peer.snapshot.awaited:
             case Awaited.ANSWER:
                 late_s = peer.until_s = now_s + self._around.config.connect_timeout_s

@@ -20,6 +20,15 @@ from tests.helpers import needs_nixl, needs_ucxx
 CPU = torch.device("cpu")
 
 
+def run_alone(code: str, ucx: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, where these are the variables of UCX."""
+    environ = {n: v for n, v in os.environ.items() if not n.startswith("UCX_")} | ucx
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ucxx", None)
     with pytest.raises(TransportUnavailable, match=r"expected ucxx, got .*; pip install .ucxx"):
@@ -44,9 +53,7 @@ def test_the_environment_stays_as_it_was() -> None:
         "assert {n for n in os.environ if n.startswith('UCX_')} == {'UCX_RNDV_FRAG_MEM_TYPE'}\n"
         "assert os.environ['UCX_RNDV_FRAG_MEM_TYPE'] == 'host'\n"
     )
-    environ = {n: v for n, v in os.environ.items() if not n.startswith("UCX_")}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    done = run_alone(code, {})
     assert done.returncode == 0, done.stderr
 
 
@@ -95,9 +102,7 @@ def test_ucx_is_refused_where_a_death_of_a_peer_would_be_its_own(
     a dead peer had begun: a null pointer. NIXL's UCX takes the hooks of one that was there before.
     """
     code = f"from {__name__} import make_ucx_after; make_ucx_after(*{others})"
-    environ = {n: v for n, v in os.environ.items() if not n.startswith("UCX_")} | environ
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    done = run_alone(code, environ)
     if error:
         assert re.search(f"TransportUnavailable: ucx: {error}", done.stderr)
     else:
