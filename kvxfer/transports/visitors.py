@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 import resource
 import select
 import socket as sockets
@@ -289,17 +290,17 @@ class Inbox:
 
 @dataclass(slots=True, eq=False)
 class _Visitor:
-    """A connection. ``name``: what the ROUTER calls it, once it has sent a message. ``is_warned``:
-    it has misbehaved, and what it said was answered. ``num_unread``: answers that it did not read.
-    ``is_untold``: the monitor has yet to say that it came.
+    """A connection. ``inode``: of its socket; unlike the descriptor no other one has it soon.
+    ``name``: what the ROUTER calls it, once it has sent a message. ``is_warned``: it has
+    misbehaved, and what it said was answered. ``num_unread``: answers that it did not read.
     """
 
     address: str
+    inode: int
     backlog: Backlog
     name: bytes | None = None
     is_warned: bool = False
     num_unread: int = 0
-    is_untold: bool = False
 
 
 class Visitors:
@@ -450,7 +451,7 @@ class Visitors:
             if fd not in self._visitors and is_all and has_other_side(fd):
                 # One of ZeroMQ's threads accepts it and then says so; another has read this
                 # meanwhile: with four threads on two busy cores 2 of 44,718 connections
-                self._enter(fd, is_untold=True)
+                self._enter(fd)
             visitor = self._visitors.get(fd)
             if not is_all:  # whoever has the descriptor here may be one that ended before
                 self._unsure[fd] = name
@@ -461,7 +462,7 @@ class Visitors:
             if visitor.name == name:  # it was unsure until now
                 return visitor.backlog.heard(frames[1:])
             self._forget_name(fd, visitor)
-            if visitor.name is not None:  # of an untold one whose descriptor this one has now
+            if visitor.name is not None:  # of one whose coming was untold, and that has ended
                 self._count_last(visitor.name, 0)
             self._ended.pop(name, None)  # who names itself is back
             visitor.name, visitor.num_unread, self._fds[name] = name, 0, fd
@@ -615,13 +616,18 @@ class Visitors:
 
     # -- who comes and goes
 
-    def _enter(self, fd: int, *, is_untold: bool = False) -> None:
+    def _enter(self, fd: int) -> None:
+        """Whoever has this descriptor now, once. The thread that accepts a connection may say so
+        when another of ZeroMQ's threads has read from it, and even when it has ended: who probes a
+        Unix socket goes at once. Then the next connection has its descriptor, and is told of twice.
+        Of 46,690 connections behind a probe, on two cores, 918 were.
+        """
         known = self._visitors.get(fd)
-        if known is not None and known.is_untold:
-            known.is_untold = False
-            return
         try:
             with lent(sockets.socket(fileno=fd)) as socket:
+                inode = os.fstat(fd).st_ino
+                if known is not None and known.inode == inode:
+                    return
                 address = _address_of(socket)
                 if not self._is_ours(socket):  # gone already, and its descriptor is another's
                     return
@@ -633,7 +639,7 @@ class Visitors:
             self._make_room(address)
         elif len(self._visitors) >= self._most:
             self._make_room(None)
-        self._visitors[fd] = _Visitor(address, Backlog(fd), is_untold=is_untold)
+        self._visitors[fd] = _Visitor(address, inode, Backlog(fd))
         self._num_of[address] += 1
 
     def _make_room(self, address: str | None) -> None:

@@ -577,11 +577,12 @@ class LateMonitor:
             self._heard.append(self._said.recv_multipart())
             number -= EVENT.unpack(self._heard[-1][0])[0] == zmq.EVENT_DISCONNECTED
 
-    def tell(self) -> None:
-        """All that was heard."""
+    def tell(self, *, once: bool = True) -> None:
+        """All that was heard; again with the next call unless ``once``."""
         for event in self._heard:
             self._teller.send_multipart(event)
-        self._heard.clear()
+        if once:
+            self._heard.clear()
         self._visitors.meet()
 
     def close(self) -> None:
@@ -642,6 +643,21 @@ def test_a_connection_may_speak_before_its_coming_is_told(
     late.hear(zmq.EVENT_DISCONNECTED)
     late.tell()
     assert (visitors.take_gone(), len(visitors)) == ([name], 0)
+
+
+def test_who_is_told_of_twice_has_not_gone(
+    router: Socket, visitors: Visitors, inbox: Inbox, late: LateMonitor
+) -> None:
+    """First by what is said of a probe that had its descriptor, behind the probe's end."""
+    with closing(zmtp.connect(visitors.endpoint)) as peer:
+        late.hear(zmq.EVENT_ACCEPTED)
+        late.tell(once=False)
+        peer.sendall(zmtp.frame(b"x"))
+        name, text = read(router, inbox)
+        assert text == b"x"
+        late.tell()
+        assert (visitors.take_gone(), len(visitors)) == ([], 1)
+        assert visitors.stands(name)
 
 
 def test_who_has_ended_before_its_coming_is_told_is_gone(
