@@ -635,7 +635,7 @@ class StreamSource(SendingSource):
         if connection.lane is not None:
             return True
         if not self._router.visitors.stands(connection.identity):
-            self._lose(connection)
+            self._lose_ended(connection)
             return False
         if not self._make_room_of_staging(connection.slots.nbytes, is_trial=connection.is_trial):
             self.counts["too_much_staging"] += 1
@@ -682,8 +682,13 @@ class StreamSource(SendingSource):
     def _lose_gone(self) -> None:
         for identity in self._router.visitors.take_gone():
             connection = self._connections.get(identity)
-            if connection is None:
-                continue
-            if identity != connection.identity:
-                self._refuse(connection.identity, "one of its streams has ended; attach anew")
-            self._lose(connection)
+            if connection is not None:
+                self._lose_ended(connection)
+
+    def _lose_ended(self, connection: Connection) -> None:
+        """It, or one of its streams, has ended. A sink of which only that is taken for true hears
+        of it: otherwise it would wait for an answer until its own time is over.
+        """
+        said = Refused("this connection has ended, or one of its streams; attach anew")
+        self._router.send(connection.identity, encode(said))
+        self._lose(connection)

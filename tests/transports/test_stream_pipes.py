@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import select
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.testing.cases import CASES, make_move
@@ -39,6 +41,7 @@ from kvxfer.transports.stream_wire import (
     AskTrial,
     Attach,
     Credit,
+    Refused,
     ToSink,
     ToSource,
     decode_to_sink,
@@ -492,6 +495,35 @@ def test_no_end_is_made_for_a_sink_that_has_gone_when_its_words_are_read(
         sink.sendall(zmtp.frame(encode(attach)) + zmtp.frame(encode(expect_of(key))))
     pair.until(lambda: SendStopped(key, Reason.PEER_LOST) in pair.said)
     assert opened == []
+
+
+def test_a_sink_that_is_taken_for_gone_hears_of_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for its answer until its own time is over."""
+
+    class Ended:
+        def register(self, fd: int, events: int) -> None:
+            self._fd = fd
+
+        def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
+            return [(self._fd, select.POLLRDHUP)]
+
+    key = key_of(1)
+    pair.source.submit_send(send_request(key, a_move()))
+    attach = Attach(STREAM_VERSION, 4, 4 << 20, "ucx", b"an address")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sink:
+        sink.linger = 0
+        sink.connect(pair.source.data_endpoint())
+        sink.send(encode(attach))
+        pair.until(lambda: bool(len(connections_of(pair))))
+        monkeypatch.setattr(select, "poll", Ended)
+        sink.send(encode(expect_of(key)))
+        pair.until(lambda: SendStopped(key, Reason.PEER_LOST) in pair.said)
+        assert sink.poll(120_000)
+        said = decode_to_sink(memoryview(sink.recv()))
+    assert isinstance(said, Refused)
+    assert "attach anew" in said.detail
 
 
 def test_a_source_that_cannot_listen_leaves_no_pipe(
