@@ -37,7 +37,7 @@ FROM_INSIDE: Mapping[str, str] = {
 # Bounds and waits that a test would meet after minutes, or with thousands of peers; or at any
 # moment on a busy machine
 _BOUNDS = """
-    bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.control.LINGER_MS
+    bench.cache.NUM_REQUESTS cli.replay.STALLED_S connector.control.LINGER_S
     connector.given_offer.MAX_EARLY connector.keeper.MAX_ASKED connector.loads.MAX_PRESUMED
     connector.io_thread.LEISURE_S connector.peers.BACK_OFF_S connector.rank_service.DRAIN_S
     connector.rank_service.LATE_S connector.sink.RETRY_S connector.worker_side.ASIDE_S

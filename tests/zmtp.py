@@ -66,20 +66,32 @@ def connect(
     """
     peer = open_tcp(endpoint, timeout_s, address, connect_s)
     try:
-        ready = READY + b"".join(
-            bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
-            for key, value in ((b"Socket-Type", b"DEALER"), (b"Identity", name))
-        )
         peer.sendall(GREETING)
         if waits:
             read(peer, len(GREETING))
-        peer.sendall(bytes([4, len(ready)]) + ready)
+        peer.sendall(_ready(b"DEALER", name))
         if waits:
             read_command(peer, READY)
     except BaseException:
         peer.close()
         raise
     return peer
+
+
+def answer(peer: socket.socket) -> None:
+    """As the ROUTER that has accepted this connection: shake hands without a key."""
+    peer.sendall(GREETING)
+    read(peer, len(GREETING))
+    peer.sendall(_ready(b"ROUTER"))
+    read_command(peer, READY)
+
+
+def _ready(kind: bytes, name: bytes = b"") -> bytes:
+    ready = READY + b"".join(
+        bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
+        for key, value in ((b"Socket-Type", kind), (b"Identity", name))
+    )
+    return bytes([4, len(ready)]) + ready
 
 
 def read_command(peer: socket.socket, name: bytes) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.io_thread import IoThread, Timer, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
 from kvxfer.transfer.wire import (
@@ -37,8 +37,8 @@ HARD_LIMIT_NBYTES = 64 << 20
 """ZeroMQ itself drops a connection that sends a larger frame; smaller ones are answered by us."""
 BEYOND_NBYTES = 1 << 20
 """What a connection may have sent that was not read, beyond the longest message."""
-LINGER_MS = 200
-"""How long a last word (Cancel, Broken) may take to leave after a socket was closed."""
+LINGER_S = 0.2
+"""How long a last word (Cancel, Broken) may take to leave."""
 HIGH_WATER = 10_000
 """Messages that wait for a connection that does not stand yet."""
 ANSWERS_HIGH_WATER = 512
@@ -61,7 +61,7 @@ NO_GOOD = frozenset({Reason.TOKENS, Reason.PLAN, Reason.TRANSPORT})
 
 def _bounds(config: Config, num_queued: int) -> Bounds:
     unread_nbytes = config.control_max_nbytes + BEYOND_NBYTES
-    return Bounds(HARD_LIMIT_NBYTES, unread_nbytes, num_queued, LINGER_MS)
+    return Bounds(HARD_LIMIT_NBYTES, unread_nbytes, num_queued)
 
 
 class Oversized(ProtocolError):
@@ -168,7 +168,7 @@ class ControlServer:
     def close(self) -> None:
         self._io.unwatch(self.router.monitor)
         self._io.unwatch(self.router.socket)
-        self.router.close()
+        self.router.close(linger_ms=round(LINGER_S * 1000))
 
     def _meet(self) -> None:
         self.router.visitors.meet()
@@ -203,6 +203,35 @@ class ControlServer:
         self._tell_gone()  # the connection that sent these messages has ended
 
 
+class LastWords:
+    """Connections that this side has done with: each stays for LINGER_S, so that its last word can
+    leave. That is left to ZeroMQ only at the engine's end (:meth:`Dealer.close` says why).
+    """
+
+    def __init__(self, io: IoThread) -> None:
+        self._io = io
+        self._leaving: dict[Dealer, Timer] = {}
+        self._is_over = False
+
+    def add(self, dealer: Dealer) -> None:
+        if self._is_over:
+            dealer.close()
+        else:
+            self._leaving[dealer] = self._io.after(LINGER_S, self._end, dealer)
+
+    def _end(self, dealer: Dealer) -> None:
+        del self._leaving[dealer]
+        dealer.close()
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._is_over = True
+        leaving, self._leaving = self._leaving, {}
+        for dealer, timer in leaving.items():
+            timer.cancel()
+            dealer.close(linger_ms=round(LINGER_S * 1000))
+
+
 class ControlClient:
     """The connection to one source rank. ``dealer`` knows why it is not connected.
 
@@ -220,6 +249,7 @@ class ControlClient:
         context: zmq.Context[ZmqSocket],
         config: Config,
         ledger: Ledger,
+        last_words: LastWords,
         endpoint: str,
         server_key: str | None,
         on_message: Callable[[str, ToSink], None],
@@ -230,7 +260,7 @@ class ControlClient:
         self.unanswered_s: float | None = None
         self._io = io
         self._config = config
-        self._ledger = ledger
+        self._ledger, self._last_words = ledger, last_words
         self._on_message = on_message
         self._on_gone = on_gone
         self._closed = False
@@ -270,7 +300,7 @@ class ControlClient:
             self._inspecting.cancel()
             self._io.unwatch(self.dealer.socket)
             self._io.unwatch(self.dealer.monitor)
-            self.dealer.close()
+            self._last_words.add(self.dealer)
 
     def _read(self) -> None:
         try:

@@ -18,7 +18,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.connector.access import server_key_of
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.control import ControlClient
+from kvxfer.connector.control import ControlClient, LastWords
 from kvxfer.connector.io_thread import IoThread, Now, Timer, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.peer_session import (
@@ -72,6 +72,7 @@ class Surroundings:
     context: zmq.Context[ZmqSocket]
     config: Config
     ledger: Ledger
+    last_words: LastWords
     identity: Identity
     transports: Mapping[str, SinkTransport]
     can_leave_unhashed: bool
@@ -236,6 +237,7 @@ class Peer:
             around.context,
             around.config,
             around.ledger,
+            around.last_words,
             endpoint,
             server_key_of(around.config, self.engine_id, self._key_at(endpoint)),
             self._heard,

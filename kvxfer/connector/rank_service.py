@@ -16,7 +16,7 @@ from kvxfer.config import Config
 from kvxfer.connector.access import protection
 from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
-from kvxfer.connector.control import ControlServer
+from kvxfer.connector.control import ControlServer, LastWords
 from kvxfer.connector.io_thread import STANDS_S, IoThread
 from kvxfer.connector.keeper import Finder, Keeper
 from kvxfer.connector.ledger import Ledger
@@ -131,7 +131,7 @@ class RankService:
         self.is_draining = False
         self._num_open: int | None = None
         """As the scheduler has said last; None: it has not heard that it is to drain."""
-        self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
+        self._parts: list[ControlServer | SendingSource | SinkTransport | Board | LastWords] = []
         try:
             sources, sinks = self._build(
                 config, regions, memory, can_leave_unhashed=can_leave_unhashed
@@ -238,11 +238,14 @@ class RankService:
         consumer = Consumer(identity.incarnation, identity.rank)
         every = EVERY.get(config.verify, 0)
         addressing = Addressing(consumer, transports, can_leave_unhashed, every)
+        last_words = LastWords(self.io)
+        self._parts.append(last_words)
         around = Surroundings(
             io=self.io,
             context=self._context,
             config=config,
             ledger=self._ledger,
+            last_words=last_words,
             identity=identity,
             transports=transports,
             can_leave_unhashed=can_leave_unhashed,

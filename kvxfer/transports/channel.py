@@ -73,13 +73,11 @@ class Bounds:
     frame_nbytes: ZeroMQ ends a connection that announces a larger frame, before it allocates it.
     unread_nbytes: what a connection may have sent that was not read.
     num_queued: messages to one peer that wait for it to read.
-    linger_ms: how long unsent messages may take to leave after the socket was closed.
     """
 
     frame_nbytes: int
     unread_nbytes: int
     num_queued: int
-    linger_ms: int = 0
 
 
 class Router:
@@ -165,9 +163,10 @@ class Router:
         self.visitors.look(self._inbox.take_empty)
         return self.visitors.take_num_failed()
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
+        """As a Dealer's."""
         self.visitors.close()
-        self.socket.close()
+        self.socket.close(linger=linger_ms)
 
 
 class Dealer:
@@ -278,12 +277,16 @@ class Dealer:
         if nbytes > self._bounds.unread_nbytes:
             raise ProtocolError(f"it has sent {nbytes} bytes that are no messages, or too many")
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
+        """``linger_ms``: how long ZeroMQ lets unsent messages leave. Only for the end of an engine:
+        libzmq 4.3.5 ends the process ("Assertion failed: !_io_error") where they cannot leave, the
+        other side says one more word and goes, and then a heartbeat is due.
+        """
         if not self.monitor.closed:
             with contextlib.suppress(zmq.ZMQError):  # refused when the engine ends at that moment
                 self.socket.disable_monitor()
             self.monitor.close(linger=0)
-            self.socket.close()
+            self.socket.close(linger=linger_ms)
 
     def _is_refused_for_good(self, kind: int, value: int) -> bool:
         """Note why a handshake failed. False: the next one may go better."""
@@ -393,7 +396,7 @@ def _set_options(socket: Socket, config: Config, bounds: Bounds, threads: int) -
     if threads:
         socket.setsockopt(zmq.AFFINITY, threads)
     for option, value in (
-        (zmq.LINGER, bounds.linger_ms),
+        (zmq.LINGER, 0),
         (zmq.SNDHWM, bounds.num_queued),
         (zmq.RCVHWM, 0),  # see kvxfer.transports.visitors
         (zmq.MAXMSGSIZE, bounds.frame_nbytes),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
+import os
+import queue
+import struct
 import threading
+import time
 from contextlib import closing
-from socket import AF_INET, AF_INET6, socket
+from socket import AF_INET, AF_INET6, SO_LINGER, SO_RCVBUF, SOL_SOCKET, socket
 
 import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.control import ControlClient, ControlServer
+from kvxfer.connector.control import ControlClient, ControlServer, LastWords
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
@@ -25,12 +30,13 @@ from tests.helpers import free_port
 
 def test_a_message_that_the_other_side_would_refuse_is_not_sent() -> None:
     io = IoThread("io", lambda: None)
-    with zmq.Context() as context:
+    with zmq.Context() as context, closing(LastWords(io)) as last_words:
         client = ControlClient(
             io,
             context,
             Config(control_max_nbytes=1000),
             Ledger(),
+            last_words,
             f"tcp://127.0.0.1:{free_port()}",
             None,
             lambda endpoint, message: None,
@@ -43,6 +49,52 @@ def test_a_message_that_the_other_side_would_refuse_is_not_sent() -> None:
         client.close()
         client.send(Ping())  # closed: nobody hears it
     assert io.stop(60)
+
+
+def _say_what_cannot_leave_and_close() -> None:
+    """To a peer that reads nothing, says one more word and goes, while heartbeats are due."""
+    io, context = IoThread("io", lambda: None), zmq.Context()
+    io.start()
+    last_words, made = LastWords(io), queue.SimpleQueue[ControlClient]()
+    with socket(AF_INET) as listener:
+        listener.setsockopt(SOL_SOCKET, SO_RCVBUF, 4096)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        config = Config(peer_silent_s=0.3)
+
+        def connect() -> None:
+            about = (io, context, config, Ledger(), last_words, endpoint, None)
+            made.put(ControlClient(*about, lambda *_: None, lambda *_: None))
+
+        io.post(connect)
+        client, (peer, _) = made.get(), listener.accept()
+    zmtp.answer(peer)
+
+    def say_and_close() -> None:
+        for _ in range(100):
+            client.dealer.send(bytes(100_000))
+        client.close()
+
+    closed = threading.Event()
+    io.post(say_and_close)
+    io.post(closed.set)
+    assert closed.wait(60)
+    time.sleep(0.02)  # ZeroMQ's thread closes it meanwhile, if it was told to
+    peer.sendall(zmtp.frame(b"one more word"))
+    time.sleep(0.02)
+    peer.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()
+    time.sleep(1.0)
+    os._exit(0)  # nothing waits for what cannot leave
+
+
+def test_who_closes_with_words_that_cannot_leave_lives() -> None:
+    """libzmq 4.3.5 aborts the process if a socket lingers then."""
+    process = multiprocessing.get_context("spawn").Process(target=_say_what_cannot_leave_and_close)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1")])

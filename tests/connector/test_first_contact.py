@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from kvxfer.config import Config
 from kvxfer.connector import peer as peer_module
 from kvxfer.connector import peers as peers_module
+from kvxfer.connector.control import LastWords
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.peer import HELLO_AGAIN_S, Peer, Surroundings
 from kvxfer.connector.peer_session import Failure, PeerState
@@ -244,6 +245,7 @@ def make_peers(
             context=cast(Any, None),
             config=CONFIG,
             ledger=ledger or Ledger(),
+            last_words=LastWords(cast(Any, world)),
             identity=Identity("decode", b"d" * 16, RankId(0, 0)),
             transports=cast(Any, {"made up": world}),
             can_leave_unhashed=True,

@@ -280,7 +280,7 @@ def test_what_was_deferred_leaves_before_the_connection_ends(
 def test_nothing_is_lost_when_the_engine_ends_after_a_report(
     source: Engine, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "LINGER_MS", 60_000)  # ZeroMQ's thread may be late, too
+    monkeypatch.setattr(control, "LINGER_S", 60.0)  # ZeroMQ's thread may be late, too
     sink = decode()
     meet(source, sink, said)
     refs = [offered(source, f"p{number}") for number in (1, 2, 3)]
