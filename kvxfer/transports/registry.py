@@ -189,8 +189,9 @@ def _make(
     """With ``auto`` a wire that cannot be had is left out, but not ``zmq``, which is everywhere."""
     made: dict[str, T] = {}
     wanted = _wanted(makers, config, memory)
-    # NIXL brings a UCX whose hooks of memory functions take the place of ours. After it both have
-    # theirs, however many there are of each; where ours came first the next of ours has none.
+    # NIXL brings a UCX whose hooks of memory functions take the place of ours: where ours came
+    # first the next of ours has none. After it both have theirs, however many there are of each;
+    # with UCX's modules for CUDA only NIXL's has, and ours is refused.
     for name in sorted(wanted, key=lambda name: name == "ucx"):
         try:
             made[name] = named(name, makers[name](memory, config, copy_thread, wake, context))
@@ -202,7 +203,8 @@ def _make(
             # setting that cannot be kept to does
             is_setting = isinstance(exc, ConfigError) and not is_missing
             if is_auto and not is_setting and (is_optional or is_missing):
-                _log.debug("not offered: %s", exc)
+                # Libraries that are not installed are not among the wanted
+                _log.log(logging.INFO if is_optional else logging.DEBUG, "not offered: %s", exc)
                 continue
             for wire in made.values():
                 if not isinstance(wire, DirectSource):

@@ -152,6 +152,7 @@ class Link:
         context: object,
         config: Config,
         ledger: Ledger,
+        last_words: LastWords,
         endpoint: str,
         server_key: str | None,
         on_message: Callable[[str, Any], None],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -63,7 +64,10 @@ def test_shm_by_name_without_shared_memory(worker: Worker) -> None:
 
 
 def test_optional_wires_are_made_where_they_can_gain_something(
-    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Worker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     made: list[str] = []
 
@@ -89,7 +93,9 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     (tmp_path / "infiniband").mkdir()
     assert (names(), made) == (["shm", "zmq"], [])
     (tmp_path / "infiniband" / "mlx5_0").mkdir()
-    assert (names(), made) == (["shm", "zmq"], ["ucx"])  # NIXL is not installed
+    with caplog.at_level(logging.INFO):
+        assert (names(), made) == (["shm", "zmq"], ["ucx"])  # NIXL is not installed
+    assert "not offered: a library that does not work" in caplog.messages
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert (names(), made) == (["shm", "zmq"], ["nixl", "ucx"])
     # On the loopback device, where UCX stays without that, there is no RDMA
