@@ -23,7 +23,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Annotated
@@ -184,9 +184,19 @@ class NixlPipe(Pipe):
         late = (end for end in self._closing if (end.closed_s or 0.0) < before_s)
         return sum(end.staging.slots.nbytes for end in late)
 
+    def ways_between(self, device_types: Collection[str]) -> Sequence[str]:
+        """No READ where a GPU is: if its sink is killed meanwhile, UCX ends the source's process
+        ("unexpected error: Endpoint timeout"), in both runs on one H200.
+        """
+        if set(device_types) == {"cpu"}:
+            return self.ways
+        return tuple(way for way in self.ways if way != "READ")
+
     @classmethod
     def staging_size(cls, device_type: str) -> StagingSize:
-        """On a GPU less than others: what the trial's READ has taken stays with the source."""
+        """On a GPU less than others: what the READ of a trial has taken stays with the source, and
+        earlier sinks try one.
+        """
         usual = super().staging_size(device_type)
         if device_type == "cpu":
             return usual

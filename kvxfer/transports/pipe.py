@@ -250,6 +250,10 @@ class Pipe(ABC):
         """For pools on such a device; a pipe whose staging lies elsewhere says so."""
         return HOST_STAGING if device_type == "cpu" else DEVICE_STAGING
 
+    def ways_between(self, device_types: Collection[str]) -> Sequence[str]:
+        """Those of ``ways`` that a sink may take between memories on such devices."""
+        return self.ways
+
     def listen(self) -> None:
         """This end gives: be ready for sinks. Called once, before any of them attaches.
 

@@ -135,7 +135,7 @@ def take_trial(
     errors: list[TransportUnavailable] = []
     limit_s = timeout_s
     with ExitStack() as links:
-        for way in pipe.ways:
+        for way in pipe.ways_between(device_types):
             began_s = time.monotonic()
             try:
                 link = Link(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ class World:
     is it announced; else the sink does. ``carries``: announcements and credits, too, at once.
     ``is_held``: payloads stay on their way. ``breaks``: names of calls that raise. Of the pipe's
     ``ways`` ``large_s`` says how much longer the large message of a trial takes, ``failing`` ones
-    cannot be opened, and ``silent`` ones bring nothing.
+    cannot be opened, ``silent`` ones bring nothing, and ``barred`` ones may not be taken.
     """
 
     is_write: bool = False
@@ -34,6 +34,7 @@ class World:
     large_s: dict[str, float] = field(default_factory=dict)
     failing: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
+    barred: set[str] = field(default_factory=set)
     sinks: dict[bytes, MemorySinkLane] = field(default_factory=dict)
     sources: dict[bytes, MemorySourceLane] = field(default_factory=dict)
     num_told: int = 0
@@ -206,6 +207,9 @@ class MemoryPipe(Pipe):
         self.ways = world.ways
         self._is_open = True
         world.num_pipes += 1
+
+    def ways_between(self, device_types: Collection[str]) -> Sequence[str]:
+        return tuple(way for way in self.ways if way not in self._world.barred)
 
     def open_source(
         self, address: bytes, slots: Slots, *, fd: int | None = None

@@ -318,6 +318,27 @@ def test_a_way_that_a_pipe_does_not_have_is_refused() -> None:
         ZmqPipe().open_sink(SLOTS, "READ")
 
 
+@pytest.mark.parametrize(
+    ("device_types", "ways"),
+    [
+        ({"cpu"}, ("WRITE", "READ")),
+        ({"cuda"}, ("WRITE",)),
+        ({"cpu", "cuda"}, ("WRITE",)),
+    ],
+)
+def test_no_sink_reads_by_nixl_where_a_gpu_is(device_types: set[str], ways: tuple[str]) -> None:
+    """UCX would end the source's process if the sink were killed meanwhile."""
+    pipe = NixlPipe.__new__(NixlPipe)  # its library is not needed for that
+    assert tuple(pipe.ways_between(device_types)) == ways
+
+
+def test_a_trial_takes_no_way_that_may_not_be_taken(pair: Pair, world: World) -> None:
+    """Not even where it is the fastest."""
+    world.large_s = {way: MOVES for way in world.ways if way != "other"}
+    world.barred = {"other"}
+    assert pair.trial().way == world.ways[0]
+
+
 def test_a_gpu_has_room_for_what_the_trial_leaves_at_the_source() -> None:
     pipe = NixlPipe.__new__(NixlPipe)  # its library is not needed for that
     assert pipe.staging_size("cpu") == HOST_STAGING
