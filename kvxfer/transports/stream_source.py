@@ -6,6 +6,7 @@ A transfer waits until a connection names its nonce; from then on it belongs to 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -288,8 +289,11 @@ class StreamSource(SendingSource):
             self._pump(connection)
 
     def _pump(self, connection: Connection) -> None:
-        """Give free slots to the connection's transfers in turn, as many as the packer takes."""
-        while not connection.is_lost and self._num_begun < self._packer.num_at_once:
+        """Give free slots to the connection's transfers in turn, as many as the packer takes, and
+        one for each stream.
+        """
+        num_at_once = max(self._packer.num_at_once, len(connection.streams))
+        while not connection.is_lost and self._num_begun < num_at_once:
             fill = connection.sends.next_fill()
             if fill is None:
                 return
@@ -312,7 +316,7 @@ class StreamSource(SendingSource):
         self._num_jobs += 1
         self._packer.submit(job)
         # What was packed at once leaves before the next one is begun.
-        self._num_begun = self._packer.num_at_once if job.end else self._num_begun + 1
+        self._num_begun = sys.maxsize if job.end else self._num_begun + 1
 
     def _on_packed(self, job: ChunkJob) -> None:
         connection, sequence, is_packed = job.owner, job.chunk.sequence, job.end is CopyEnd.DONE
