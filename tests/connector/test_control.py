@@ -51,6 +51,24 @@ def test_a_message_that_the_other_side_would_refuse_is_not_sent() -> None:
     assert io.stop(60)
 
 
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_a_closed_connection_stays_for_its_last_word_unless_the_engine_has_ended(
+    *, ends_first: bool
+) -> None:
+    io = IoThread("io", lambda: None)
+    with zmq.Context() as context, closing(LastWords(io)) as last_words:
+        where = f"tcp://127.0.0.1:{free_port()}"
+        about = (io, context, Config(), Ledger(), last_words, where, None)
+        client = ControlClient(*about, lambda *_: None, lambda *_: None)
+        if ends_first:
+            last_words.close()
+        client.close()
+        assert client.dealer.socket.closed == ends_first
+        io.start()
+        until(lambda: client.dealer.socket.closed)
+        assert io.stop(60)
+
+
 def _say_what_cannot_leave_and_close() -> None:
     """To a peer that reads nothing, says one more word and goes, while heartbeats are due."""
     io, context = IoThread("io", lambda: None), zmq.Context()
