@@ -448,7 +448,8 @@ def test_each_stream_begins_with_attached(is_early: bool, monkeypatch: pytest.Mo
     for stream in streams[1:]:
         kinds = [kind for dealer, kind in heard if dealer is stream]
         assert kinds[0] == Attached.__name__
-        assert set(kinds[1:]) == {"ChunkHeader"}
+        # None of them where the first stream owes nothing whenever a chunk leaves
+        assert set(kinds[1:]) <= {"ChunkHeader"}
 
 
 # ------------------------------------------------------------------ its end
