@@ -168,7 +168,7 @@ class ControlServer:
     def close(self) -> None:
         self._io.unwatch(self.router.monitor)
         self._io.unwatch(self.router.socket)
-        self.router.close(linger_ms=round(LINGER_S * 1000))
+        self.router.close(LINGER_S)
 
     def _meet(self) -> None:
         self.router.visitors.meet()
@@ -229,7 +229,7 @@ class LastWords:
         leaving, self._leaving = self._leaving, {}
         for dealer, timer in leaving.items():
             timer.cancel()
-            dealer.close(linger_ms=round(LINGER_S * 1000))
+            dealer.close(LINGER_S)
 
 
 class ControlClient:

@@ -163,10 +163,10 @@ class Router:
         self.visitors.look(self._inbox.take_empty)
         return self.visitors.take_num_failed()
 
-    def close(self, linger_ms: int = 0) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """As a Dealer's."""
         self.visitors.close()
-        self.socket.close(linger=linger_ms)
+        self.socket.close(linger=round(linger_s * 1000))
 
 
 class Dealer:
@@ -277,8 +277,8 @@ class Dealer:
         if nbytes > self._bounds.unread_nbytes:
             raise ProtocolError(f"it has sent {nbytes} bytes that are no messages, or too many")
 
-    def close(self, linger_ms: int = 0) -> None:
-        """``linger_ms``: how long ZeroMQ lets unsent messages leave. Only for the end of an engine:
+    def close(self, linger_s: float = 0.0) -> None:
+        """``linger_s``: how long ZeroMQ lets unsent messages leave. Only for the end of an engine:
         libzmq 4.3.5 ends the process ("Assertion failed: !_io_error") where they cannot leave, the
         other side says one more word and goes, and then a heartbeat is due.
         """
@@ -286,7 +286,7 @@ class Dealer:
             with contextlib.suppress(zmq.ZMQError):  # refused when the engine ends at that moment
                 self.socket.disable_monitor()
             self.monitor.close(linger=0)
-            self.socket.close(linger=linger_ms)
+            self.socket.close(linger=round(linger_s * 1000))
 
     def _is_refused_for_good(self, kind: int, value: int) -> bool:
         """Note why a handshake failed. False: the next one may go better."""

@@ -647,12 +647,9 @@ class StreamSource(SendingSource):
             self._send_away(connection, detail)
             return False
         try:
-            asked = connection.address, connection.slots
-            if self._pipe.reads_peers:
-                fd = self._router.visitors.descriptor_of(connection.identity)
-                lane = connection.lane = self._pipe.open_source(*asked, fd=fd)
-            else:
-                lane = connection.lane = self._pipe.open_source(*asked)
+            fd = self._router.visitors.descriptor_of(connection.identity)
+            lane = self._pipe.open_source(connection.address, connection.slots, fd=fd)
+            connection.lane = lane
         except (TransportUnavailable, PipeBroken) as exc:
             self.counts["pipe_failed"] += 1
             _log.warning("%s: a sink cannot be reached: %s", self.name, exc)
@@ -691,7 +688,8 @@ class StreamSource(SendingSource):
 
     def _lose_ended(self, connection: Connection) -> None:
         """It, or one of its streams, has ended. A sink of which only that is taken for true hears
-        of it: otherwise it would wait for an answer until its own time is over.
+        of it: otherwise it would wait for an answer until its own time is over. Most have ended,
+        so that nothing leaves is not counted.
         """
         said = Refused("this connection has ended, or one of its streams; attach anew")
         self._router.send(connection.identity, encode(said))
