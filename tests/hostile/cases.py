@@ -135,6 +135,7 @@ class Case:
     round moves, and ``one_of``: of which it moves one. ``waits``: the end comes with the
     handshake's time-out. ``may_end``: the source may end it, too; how much the kernel's buffers
     hold decides. ``most_nbytes``: of the source's memory, at the worst moment.
+    ``fills_nbytes_per_s``: of that memory, until the guard looks.
     """
 
     name: str
@@ -151,6 +152,11 @@ class Case:
     may_end: bool = False
     slow: bool = False
     most_nbytes: int = FEW_NBYTES
+    fills_nbytes_per_s: float = 0.0
+
+    def most_late_nbytes(self, look_s: float) -> int:
+        """``most_nbytes`` where the guard looked only after so long; a busy machine is late."""
+        return self.most_nbytes + int(max(0.0, look_s - LOOK_S) * self.fills_nbytes_per_s)
 
     @property
     def origin(self) -> Origin:
@@ -279,11 +285,15 @@ _UNREAD_NBYTES = {"control": Config().control_max_nbytes + BEYOND_NBYTES, "data"
 """What a connection may have sent that was not read."""
 
 
+_PARTS_NBYTES_PER_S = 0.6e9
+"""Of memory, as empty parts fill it."""
+
+
 def _flood_nbytes(unread_nbytes: int) -> int:
     """Memory of so much in empty parts, which have 2 bytes and take 64, and of what comes until the
-    next look, at 0.6 GB/s.
+    next look.
     """
-    return 32 * unread_nbytes + int(LOOK_S * 0.6e9)
+    return 32 * unread_nbytes + int(LOOK_S * _PARTS_NBYTES_PER_S)
 
 
 def _of_both_ports() -> Iterator[Case]:
@@ -335,6 +345,7 @@ def _of_both_ports() -> Iterator[Case]:
             fate=_ENDED,
             sends=_endless,
             most_nbytes=_flood_nbytes(_UNREAD_NBYTES[port]),
+            fills_nbytes_per_s=_PARTS_NBYTES_PER_S,
         )
         yield Case(
             name=f"a huge frame {where}",
@@ -446,6 +457,7 @@ def _cost(attack: Case, setting: Setting) -> Case:
         counts=(),
         one_of=(why,) if attack.sends is _nothing else (why, ends),
         most_nbytes=FEW_NBYTES,
+        fills_nbytes_per_s=0.0,
     )
 
 

@@ -6,7 +6,9 @@ import ctypes
 import multiprocessing
 import os
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -218,6 +220,28 @@ class Peak:
     def left_nbytes(self) -> int:
         """Now."""
         return max(0, _status_nbytes("VmRSS") - self._begin_nbytes)
+
+
+class Looks:
+    """When the guards of this process ask the kernel what a connection has brought. ``longest_s``:
+    until then, since they asked before or this was made.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.longest_s = 0.0
+        self._begin_s = time.monotonic()
+        self._last_s: dict[int, float] = {}
+        getsockopt = socket.socket.getsockopt
+
+        def noted(asked: socket.socket, level: int, name: int, *more: Any) -> Any:
+            if (level, name) == (socket.IPPROTO_TCP, socket.TCP_INFO):
+                now_s = time.monotonic()
+                before_s = self._last_s.get(asked.fileno(), self._begin_s)
+                self._last_s[asked.fileno()] = now_s
+                self.longest_s = max(self.longest_s, now_s - before_s)
+            return getsockopt(asked, level, name, *more)
+
+        patch.setattr(socket.socket, "getsockopt", noted)
 
 
 def _status_nbytes(name: str) -> int:
