@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field
+
+import msgspec
 
 from kvxfer.connector.records import FoundOffer, KVConnectorStats, LoadReport
 from kvxfer.transfer.wire import Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """Requests that have ended since the last call; each is reported once. ``must_drain``: the
     engine was told to drain since then: :meth:`SchedulerConnector.drain` is due. ``found``: what
     has become of offers that were looked for, by name in hex.
@@ -24,7 +24,7 @@ class Finished:
     sent: frozenset[str] = frozenset()
     loads: tuple[LoadReport, ...] = ()
     must_drain: bool = False
-    found: Mapping[str, FoundOffer] = field(default_factory=dict)
+    found: Mapping[str, FoundOffer] = msgspec.field(default_factory=dict)
 
 
 NONE_FINISHED = Finished()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -37,15 +36,13 @@ them gets a plain request.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # what msgpack carries to the ranks
 
 
-@dataclass(frozen=True, slots=True)
-class OfferWanted:
+class OfferWanted(msgspec.Struct, frozen=True):
     """Prefill this request and offer its KV. ``name``: the router's id of it, or empty."""
 
     name: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadWanted:
+class LoadWanted(msgspec.Struct, frozen=True):
     """Load this request's KV from this source. ``is_early``: the offer is not known yet;
     ``source.offer`` has the router's id in the place of the nonce, and there is no digest.
     ``has_named_nonce``: the source makes the first offer's nonce of them
@@ -57,8 +54,7 @@ class LoadWanted:
     has_named_nonce: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
+class Plain(msgspec.Struct, frozen=True):
     """An ordinary request. ``reason`` is counted: no_params, null_params, other_connector,
     bad_params or bad_signature.
     """

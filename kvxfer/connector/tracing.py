@@ -31,7 +31,9 @@ MAX_CHARS = 1024
 
 
 def trace_of(request: RequestLike) -> TraceHeaders:
-    headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
+    headers: Mapping[str, str] | None = getattr(request, "trace_headers", None)
+    if not headers:
+        return ()
     found = ((name, headers.get(name, "")) for name in NAMES)
     return tuple((name, text) for name, text in found if text and len(text) <= MAX_CHARS)
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from msgspec import structs
+from msgspec import Struct, structs
 from torch import Tensor
 
 from kvxfer.kernels import cast_work
@@ -144,8 +144,7 @@ def flat_copy(source_address: int, sink_address: int, nbytes: int) -> BoundCopy:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(Struct, frozen=True):
     """One launch of ``nbytes``. ``arrays`` as the kernel takes them: its numbers, the addresses of
     the source and of the sink, the ids of the source and of the sink.
     """
@@ -437,8 +436,7 @@ class CopySettings:
                 raise ValueError(f"{name}: expected {least} to {most}, got {value}")
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(Struct, frozen=True):
     """So far, ``nbytes`` in all; ``event`` is behind it, None where there was nothing to copy."""
 
     event: StreamEvent | None

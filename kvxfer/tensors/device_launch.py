@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -61,8 +62,7 @@ class HostEvent:
         return self._at_s - first._at_s
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """``host`` is written, and all of it copied to the GPU; where both are, as words, tensors and
     addresses.
     """

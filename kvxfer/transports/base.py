@@ -113,24 +113,21 @@ class SendRequest:
     part_tokens: int = CHUNK_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True):
     """A chunk lies in staging; answer with ``send_packed`` or ``drop_packed``."""
 
     key: TransferKey
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(msgspec.Struct, frozen=True):
     """Every chunk has been handed to the wire; the pool is not needed any more."""
 
     key: TransferKey
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendStopped:
+class SendStopped(msgspec.Struct, frozen=True):
     """After ``stop_send`` or a failure: nothing of this transfer touches the pool any more."""
 
     key: TransferKey
@@ -252,16 +249,14 @@ class ReadRequest(msgspec.Struct, frozen=True):
     part_tokens: int = CHUNK_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """How many bytes of a read are in place. Each report restarts the deadline."""
 
     key: TransferKey
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDone:
+class ReadDone(msgspec.Struct, frozen=True):
     """Everything is in place.
 
     ``certified``: the read is valid without a verdict of the source (stream wires).
@@ -272,8 +267,7 @@ class ReadDone:
     certified: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBroke:
+class ReadBroke(msgspec.Struct, frozen=True):
     """The read failed and nothing of it is in flight any more."""
 
     key: TransferKey
@@ -281,8 +275,7 @@ class ReadBroke:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadStopped:
+class ReadStopped(msgspec.Struct, frozen=True):
     """After ``stop_read``: nothing of this read can write the pool any more."""
 
     key: TransferKey
@@ -319,8 +312,7 @@ class Trial:
                 closing_all.callback(each.close)
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerGone(msgspec.Struct, frozen=True):
     """The connection to a source rank ended (its control endpoint names it)."""
 
     control_endpoint: str

@@ -8,8 +8,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from copy import copy
-from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 _NULL_BLOCK = 0
 """vLLM's block that stands for none: out of a window, or never there."""
@@ -24,8 +25,7 @@ def without_null(block_ids: Sequence[Sequence[int]]) -> Tables:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(msgspec.Struct, frozen=True):
     """What is read of a vLLM request, at one moment.
 
     ``has_embeddings``: some of its prompt is not tokens. ``is_rejected``: it was turned away before
@@ -67,7 +67,7 @@ def view_request(request: Any) -> RequestView:
 def without_last_token(view: RequestView) -> RequestView:
     """What is offered of a request whose state moves: decode computes the last token itself."""
     tokens = view.prompt_token_ids[:-1]
-    return replace(view, prompt_token_ids=tokens, num_prompt_tokens=len(tokens))
+    return msgspec.structs.replace(view, prompt_token_ids=tokens, num_prompt_tokens=len(tokens))
 
 
 def drop_last_token(request: Any, *, has_draft: bool) -> None:
@@ -87,8 +87,7 @@ def drop_last_token(request: Any, *, has_draft: bool) -> None:
     request.max_tokens = 1
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksView:
+class BlocksView(msgspec.Struct, frozen=True):
     """vLLM's ``KVCacheBlocks`` as kvxfer reads them: ids without the null block's."""
 
     blocks: Any
@@ -97,15 +96,13 @@ class BlocksView:
         return without_null(self.blocks.get_block_ids())
 
 
-@dataclass(frozen=True, slots=True)
-class _NewRequest:
+class _NewRequest(msgspec.Struct, frozen=True):
     req_id: str
     block_ids: Tables
     num_computed_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedRequests:
+class _CachedRequests(msgspec.Struct, frozen=True):
     """vLLM's CachedRequestData; its tables are looked at only if somebody asks for them."""
 
     cached: Any
@@ -127,8 +124,7 @@ class _CachedRequests:
         return self.cached.num_computed_tokens  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class StepView:
+class StepView(msgspec.Struct, frozen=True):
     """vLLM's ``SchedulerOutput`` as kvxfer reads it."""
 
     step: Any

@@ -40,6 +40,7 @@ that much longer, and the pace is a forward pass anyway.
 
 _log = logging.getLogger("kvxfer.integrations")
 _Locate = Callable[[Mapping[str, Tensor]], Located]
+_NOTHING = KvxferWorkerMetadata({})
 
 
 class WorkerSide:
@@ -70,7 +71,7 @@ class WorkerSide:
         self._wants_answer = False
         self._still_since_s: float | None = None
         self._in_flight = InFlight()
-        self._said = KvxferWorkerMetadata({})
+        self._said = _NOTHING
         self._failed_block_ids: set[int] = set()
         self._has_loaded = False
         """Loads were part of this step, and tokens come of them."""
@@ -227,7 +228,7 @@ class WorkerSide:
     def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
         """What vLLM has no word for, each once; nothing but an answer where one is wanted."""
         near = self._running().take_near()
-        said, self._said = self._said, KvxferWorkerMetadata({})
+        said, self._said = self._said, _NOTHING
         if near is not None:
             said = replace(said, near={str(self._rank): near})
         return said if said.has_news or self._wants_answer else None
