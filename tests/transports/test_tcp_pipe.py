@@ -427,6 +427,13 @@ def test_a_part_that_is_wrong_ends_the_connection_before_a_byte_is_written(
         assert bool((fake.staging(slot) == POISON).all())
 
 
+def test_a_part_that_is_cut_off_brings_nothing(fake: FakeSource) -> None:
+    fake.sockets[0].sendall(PART.pack(0, 0, 100, 0, 100, 4, b"said") + bytes(60))
+    until(lambda: fake.lane._arrivals[0].begun_nbytes == 100)
+    fake.sockets[0].close()
+    assert "the other end has closed it" in fake.broken()
+
+
 def test_parts_of_a_chunk_are_no_more_than_it(fake: FakeSource) -> None:
     fake.part(60, chunk_nbytes=100)
     until(lambda: fake.lane._arrivals[0].landed_nbytes == 60)
