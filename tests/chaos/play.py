@@ -198,6 +198,8 @@ class Play:
             self._fleet.connect(member)
         self._calm("before")
         self._come_to_rest()
+        if self.summary.hung:  # a look at its threads may have ended a process: see ``standing``
+            return self._close()
         usages = self._fleet.usages()
         self._fleet.write_descriptors("before")
         self._say("begin", detail=f"{len(self._plan.asks)} requests")

@@ -25,7 +25,8 @@ WRITTEN_S = 4.0
 
 def write_on_signal(folder: Path) -> None:
     """In a process: from now on the signal makes it add its stacks to a file of its own, and so
-    does a signal that ends it, as that of a segmentation fault.
+    does a signal that ends it, as that of a segmentation fault. The stack of a thread that runs
+    changes under Python's reader, and that has ended a process; it hung, and its storm has ended.
     """
     file = _stacks(folder, os.getpid()).open("w", encoding="ascii")
     faulthandler.register(SIGNAL, file, all_threads=True)
