@@ -6,7 +6,6 @@ import ctypes
 import math
 import os
 import time
-from functools import lru_cache
 from typing import TypeVar
 
 from kvxfer.transports.base import Wake
@@ -51,13 +50,6 @@ class _Times(ctypes.Structure):
     _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "first_s", "first_ns")]
 
 
-@lru_cache(maxsize=256)  # most timers are set to the same few times: 15 us of a cold processor
-def _times(delay_s: float) -> ctypes._Pointer[_Times]:
-    """Once, as the kernel takes it."""
-    seconds, rest_s = divmod(delay_s, 1)
-    return ctypes.pointer(_Times(0, 0, int(seconds), int(rest_s * 1e9)))
-
-
 class TimerFd:
     """A descriptor that can be read after a time. The kernel keeps that (timerfd_create(2)): a
     thread that did would want the interpreter to begin, and Python's poll its own round.
@@ -74,7 +66,9 @@ class TimerFd:
 
     def set(self, delay_s: float) -> None:
         """Make ``fd`` readable after that long, and not before; 0: not at all."""
-        _libc.timerfd_settime(self._file.fileno(), 0, _times(delay_s), None)
+        seconds, rest_s = divmod(delay_s, 1)
+        times = _Times(0, 0, int(seconds), int(rest_s * 1e9))
+        _libc.timerfd_settime(self._file.fileno(), 0, ctypes.byref(times), None)
 
     def close(self) -> None:
         self._file.close()

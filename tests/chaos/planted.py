@@ -63,7 +63,7 @@ class Planted:
 
 NO_BOARD: Mapping[str, Any] = {"offer_board": False}
 BEFORE_THE_LAST_KILLS = 200
-"""Requests of a storm of 300, in whose course its kills are: some come later."""
+"""Of the requests of a storm, 300: its kills go on until the last ones."""
 
 
 # ------------------------------------------------------------------ protocol

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -223,18 +223,23 @@ class Peak:
 
 
 class Looks:
-    """When the guards of this process ask the kernel what a connection has brought. ``longest_s``:
-    until then, since they asked before or this was made.
+    """When the guards of this process ask the kernel what the connections of an address have
+    brought. ``longest_s``: until then, since they asked before or this was made.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, address: str) -> None:
         self.longest_s = 0.0
         self._begin_s = time.monotonic()
         self._last_s: dict[int, float] = {}
         getsockopt = socket.socket.getsockopt
 
+        def comes_from(asked: socket.socket) -> bool:
+            with suppress(OSError):  # it has ended
+                return bool(asked.getpeername()[0] == address)
+            return False
+
         def noted(asked: socket.socket, level: int, name: int, *more: Any) -> Any:
-            if (level, name) == (socket.IPPROTO_TCP, socket.TCP_INFO):
+            if (level, name) == (socket.IPPROTO_TCP, socket.TCP_INFO) and comes_from(asked):
                 now_s = time.monotonic()
                 before_s = self._last_s.get(asked.fileno(), self._begin_s)
                 self._last_s[asked.fileno()] = now_s

@@ -101,7 +101,7 @@ def test_a_hostile_peer_costs_what_the_table_says(
 ) -> None:
     case = CASES[number]
     honest = request.getfixturevalue("encrypted" if case.keys else "plain")
-    _run(case, honest, besiege, number, Looks(monkeypatch))
+    _run(case, honest, besiege, number, Looks(monkeypatch, address_of(case, number)))
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
