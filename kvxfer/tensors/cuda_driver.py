@@ -21,12 +21,14 @@ import torch
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _BLOCKING_SYNC, _DISABLE_TIMING = 0x1, 0x2  # of events; without the first a core spins
+_NON_BLOCKING = 0x1  # of streams: waits for no other one, nor lets the default one wait
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDeviceGet": (c_void_p, c_int),
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (c_void_p,),
+    "cuStreamCreate": (c_void_p, c_uint),
     "cuEventCreate": (c_void_p, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
@@ -152,6 +154,13 @@ class Driver:
             self.call("cuDevicePrimaryCtxRetain", byref(context), ordinal)
             known = self._contexts[number] = CurrentContext(self, context.value or 0)
         return known
+
+    def make_stream(self, device: torch.device) -> int:
+        """By its handle; nobody else has it, and nobody destroys it. Raises CudaError."""
+        handle = c_void_p()
+        with self.current(device):
+            self.call("cuStreamCreate", byref(handle), _NON_BLOCKING)
+        return handle.value or 0
 
     def _reason(self, error: int) -> str:
         text = c_char_p()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -28,6 +29,7 @@ from kvxfer.kernels.strided_cast import launch_cast
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import Launch
 from kvxfer.tensors.cuda_driver import DriverEvents, PointerArguments, StreamEvent, driver
+from kvxfer.tensors.device_memory import make_scratch
 from kvxfer.tensors.strided_index import WORD_NBYTES
 
 Stream = torch.cuda.Stream | None
@@ -93,15 +95,15 @@ class JobRing:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
+        # Of each slot, the oldest first: its words and the event behind its work
+        self._in_use: deque[tuple[int, StreamEvent]] = deque()
         self.num_words = nbytes // WORD_NBYTES
         self.num_waits = 0
         on_gpu = device.type == "cuda"
         self.pinned = torch.empty(self.num_words, dtype=torch.int64, pin_memory=on_gpu)
-        self.device = torch.empty(self.num_words, dtype=torch.int64, device=device)
+        self.device = make_scratch(self.num_words * WORD_NBYTES, device).view(torch.int64)
         self._host = self.pinned.numpy()
         self._addresses = self.pinned.data_ptr(), self.device.data_ptr()
-        # Of each slot, the oldest first: its words and the event behind its work
-        self._in_use: deque[tuple[int, StreamEvent]] = deque()
         self._head = 0
         self._num_used = 0
 
@@ -139,6 +141,12 @@ class JobRing:
         self._in_use.append((slot._num_used, event))
         self._num_used += slot._num_used
         self._head = (slot.at + slot.host.size) % self.num_words
+
+    def __del__(self) -> None:
+        """Others get the memory of both: no work may use it any more."""
+        for _, event in self._in_use:
+            with suppress(RuntimeError):  # on a GPU that has failed nothing runs
+                event.synchronize()
 
 
 class HostLauncher:

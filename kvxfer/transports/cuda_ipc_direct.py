@@ -17,7 +17,6 @@ from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
-import torch
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
@@ -31,7 +30,7 @@ from kvxfer.tensors.device_copy import (
     flat_copy,
     side_at,
 )
-from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory
+from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory, make_scratch
 from kvxfer.tensors.strided_index import all_side_ids
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.manifest import CudaIpcHandle, MemoryInfo, RankManifest
@@ -411,7 +410,7 @@ def measure_copies(gpu: Gpu, memory: DeviceMemory) -> WireCosts:
     computes in Python each look may take milliseconds.
     """
     nbytes = min(memory.nbytes, TRIAL_NBYTES)
-    landing = torch.empty(nbytes, dtype=torch.uint8, device=gpu.device)
+    landing = make_scratch(nbytes, gpu.device)
     stream = gpu.make_stream()
     # The ring belongs to one thread, and this may be any
     copier = DeviceCopier(gpu.device, CopySettings(ring_nbytes=1 << 16))
@@ -420,14 +419,20 @@ def measure_copies(gpu: Gpu, memory: DeviceMemory) -> WireCosts:
         for most_nbytes in (nbytes, min(nbytes, TRIAL_SMALL_NBYTES))
     )
     ids = np.zeros(1, np.int64)
-    stamps = [copier.stamp(stream)]
-    for _ in range(NUM_TIMED):
-        launched = copier.copy(large, ids, ids, (0, large.sink.tile.block_tokens), stream=stream)
-        stamps.append(copier.stamp(stream))
-    stamps[-1].synchronize()
-    copied_s = min(later.since_s(first) for first, later in pairwise(stamps))
-    began_s = time.perf_counter()
-    copier.copy(small, ids, ids, (0, small.sink.tile.block_tokens), stream=stream)
-    copier.mark(stream).synchronize()
-    latency_s = time.perf_counter() - began_s
+    try:
+        stamps = [copier.stamp(stream)]
+        for _ in range(NUM_TIMED):
+            launched = copier.copy(
+                large, ids, ids, (0, large.sink.tile.block_tokens), stream=stream
+            )
+            stamps.append(copier.stamp(stream))
+        stamps[-1].synchronize()
+        copied_s = min(later.since_s(first) for first, later in pairwise(stamps))
+        began_s = time.perf_counter()
+        copier.copy(small, ids, ids, (0, small.sink.tile.block_tokens), stream=stream)
+        copier.mark(stream).synchronize()
+        latency_s = time.perf_counter() - began_s
+    except RuntimeError:
+        copier.mark(stream).synchronize()  # before others get the landing
+        raise
     return WireCosts(latency_s, 0.0, launched.nbytes / max(copied_s, 1e-9))

@@ -140,3 +140,13 @@ def test_with_room_a_quarter_never_waits(steps: list[tuple[int, bool]]) -> None:
         if ring.has_room():
             ring.end(ring.take(num_words))
     assert ring.num_waits == 0
+
+
+def test_a_ring_that_goes_waits_for_its_work() -> None:
+    """Both of its memories are others' then."""
+    ring = Ring(64)
+    for _ in range(2):
+        ring.end(ring.take(8))
+    events = ring.events
+    del ring
+    assert [event.num_waits for event in events] == [1, 1]
