@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -154,38 +154,37 @@ def allocate(nbytes: int, device: torch.device) -> MappedMemory:
 
 
 @cache
-def quiet_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of this GPU on which nothing waits for long. Not one of PyTorch's, which has 32
-    and gives each to several. Raises CudaError.
-    """
+def _quiet_stream(device: torch.device) -> torch.cuda.Stream:
+    """Not one of PyTorch's, which has 32 and gives each to several. Raises CudaError."""
     handle = driver().make_stream(device)
     return torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def beside_engine(device: torch.device) -> Iterator[None]:
+    """What PyTorch is told within the ``with`` is done at its end, and does not wait for what the
+    engine has put on the current stream. Raises RuntimeError, PyTorch's. Nothing on a CPU.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    stream = _quiet_stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
 def make_scratch(nbytes: int, device: torch.device) -> Tensor:
-    """Flat uint8 for work on streams of kvxfer's own; what lies there is anybody's guess. Who lets
-    go of it has waited for all work that uses it. Raises RuntimeError, PyTorch's.
+    """Flat uint8 for work on streams of kvxfer's own, not zeroed. Who lets go of it has waited for
+    all work that uses it. Raises RuntimeError, PyTorch's.
 
     PyTorch gives memory away as soon as its tensor is gone, to who asks for some on the same
     stream: kernels that wait there may still read it, and come before what the new owner puts on
     that stream. Not before what is put on another: a trial of ``cuda_ipc`` wrote over the indices
-    of a kernel that the engine had launched. So this memory is the quiet stream's.
+    of a kernel that the engine had launched. So this memory is of a stream without such kernels.
     """
-    if device.type == "cpu":
-        return torch.empty(nbytes, dtype=torch.uint8)
-    with torch.cuda.stream(quiet_stream(device)):
+    with beside_engine(device):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def zero(tensor: Tensor) -> Tensor:
-    """The same one, of zeros when this returns. Not on the current stream: behind what the engine
-    has put there they would come after the first bytes of others. Raises RuntimeError, PyTorch's.
-    """
-    stream = quiet_stream(tensor.device)
-    with torch.cuda.stream(stream):
-        tensor.zero_()
-    stream.synchronize()
-    return tensor
 
 
 def current_context(device: torch.device) -> CurrentContext:

@@ -327,8 +327,6 @@ class Staging:
         self._agent = host.agent
         with host.on_device():
             self.memory = make_staging(max(nbytes, slots.nbytes), host.device)
-            if self.memory.is_cuda:
-                torch.cuda.current_stream(host.device).synchronize()  # it is zeroed
             self._registered = self._agent.register(Area.of(self.memory))
         self.cut(slots)
 

@@ -30,7 +30,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError, ProtocolError, TransportUnavailable
-from kvxfer.tensors.device_memory import allocate, zero
+from kvxfer.tensors.device_memory import allocate, beside_engine
 from kvxfer.transfer.costs import BUSY_SLOTS, StagingBounds
 from kvxfer.transports.base import TRIAL_NBYTES, LocalMemory, Wake
 
@@ -322,7 +322,8 @@ def make_staging(nbytes: int, device: torch.device) -> torch.Tensor:
     try:
         if device.type == "cpu":
             return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        return zero(torch.as_tensor(_OwnedMemory(nbytes, device), device=device))
+        with beside_engine(device):  # zeros that come later would be in the place of chunks
+            return torch.as_tensor(_OwnedMemory(nbytes, device), device=device).zero_()
     except (OSError, RuntimeError) as exc:  # RuntimeError: PyTorch's, and the driver's
         raise TransportUnavailable(
             f"staging: expected {nbytes} bytes of {device}, got {exc}"

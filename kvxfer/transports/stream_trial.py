@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.tensors.device_memory import beside_engine
 from kvxfer.transfer.costs import WireCosts, fit_costs
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Readable, Trial
@@ -84,7 +85,9 @@ class TrialFill(CopyJob):
     def run(self) -> bool:
         rows, lane = trial_rows(self.header.nbytes), self.connection.lane
         assert lane is not None  # it is open as long as a slot is being filled
-        lane.staging(self.header.slot, self.header.nbytes).view_as(rows).copy_(rows)
+        staging = lane.staging(self.header.slot, self.header.nbytes)
+        with beside_engine(staging.device):
+            staging.view_as(rows).copy_(rows)
         return False
 
     def on_end(self) -> None:
@@ -245,7 +248,8 @@ class TrialTaker:
             is_equal = True
             if is_first:
                 payload, rows = link.lane.payload(slot), trial_rows(nbytes)
-                is_equal = torch.equal(payload.cpu().view_as(rows), rows)
+                with beside_engine(payload.device):
+                    is_equal = torch.equal(payload.cpu().view_as(rows), rows)
                 del payload
             link.table.free(slot)
             link.lane.free(slot)
