@@ -49,9 +49,19 @@ def look_at(processes: Mapping[int, Mapping[int, str]], folder: Path) -> list[st
 
 
 def descriptors_of(pid: int) -> list[str]:
-    """What each is, a line for each: of a socket, what the kernel says of it."""
+    """What each is, a line for each: of a socket, what the kernel says of it; of an epoll
+    descriptor, which others it watches.
+    """
     known = _sockets_of(pid)
-    return [f"{fd} {what} {known.get(what, '')}".rstrip() for fd, what in _descriptors(pid)]
+    found: list[str] = []
+    for fd, what in _descriptors(pid):
+        if what == "anon_inode:[eventpoll]":
+            info = _read(Path(f"/proc/{pid}/fdinfo/{fd}")).splitlines()
+            more = " ".join(["watches", *(line.split()[1] for line in info if "tfd:" in line)])
+        else:
+            more = known.get(what, "")
+        found.append(f"{fd} {what} {more}".rstrip())
+    return found
 
 
 def num_in_no_state(pid: int) -> int:

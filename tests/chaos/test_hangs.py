@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import sys
 import threading
@@ -84,6 +85,15 @@ def test_what_the_kernel_says_of_a_socket_stands_beside_it() -> None:
         (line,) = [each for each in lines if each.startswith(f"{listener.fileno()} socket:[")]
         assert f" 0100007F:{port:04X} 00000000:0000 0A " in line  # proc_pid_net(5): it listens
     assert any(each.startswith("0 ") for each in lines)
+
+
+def test_what_an_epoll_descriptor_watches_stands_beside_it() -> None:
+    with select.epoll() as watching, select.epoll() as idle, socket.socket() as watched:
+        watching.register(watched.fileno())
+        lines = descriptors_of(os.getpid())
+        line = f"{watching.fileno()} anon_inode:[eventpoll] watches {watched.fileno()}"
+        assert line in lines
+        assert f"{idle.fileno()} anon_inode:[eventpoll] watches" in lines
 
 
 def test_sockets_in_no_state_are_those_that_nobody_has_connected() -> None:
