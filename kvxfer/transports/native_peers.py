@@ -35,6 +35,7 @@ from kvxfer.config import Config, variables_of
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transports.guard import user_of
 from kvxfer.transports.pipe import Pipe, PipeBroken
+from kvxfer.transports.syn_filter import lent
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 LOOPBACK = ("lo",)
@@ -99,7 +100,7 @@ def check_way(name: str, fd: int) -> None:
     260 processes ended by SIGSEGV (``scripts/results/ucx_deaths_cpu_2026-11-24.md``).
     """
     try:
-        with socket.socket(fileno=os.dup(fd)) as known:
+        with lent(socket.socket(fileno=fd)) as known:
             family, address = known.family, known.getpeername()
         if family == socket.AF_UNIX:
             return

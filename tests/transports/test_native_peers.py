@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import random
+import select
 import socket
 import struct
 import time
@@ -464,6 +465,21 @@ def test_a_unix_socket_has_a_way_and_what_is_closed_has_none() -> None:
         number = one.fileno()
     with pytest.raises(PipeBroken, match="expected a way"):
         check_way("ucx", number)
+
+
+def test_what_has_the_descriptor_of_a_closed_connection_has_no_way_and_is_left_alone() -> None:
+    """A copy of such a descriptor stayed: one in 40 storms over ``ucx``."""
+
+    def num_open() -> int:
+        found = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return found.count("anon_inode:[eventpoll]")
+
+    with select.epoll() as other:
+        before = num_open()
+        with pytest.raises(PipeBroken, match="expected a way"):
+            check_way("ucx", other.fileno())
+        assert num_open() == before
+        assert other.poll(0) == []
 
 
 @pytest.mark.parametrize("wire", [pytest.param("ucx", marks=needs_ucxx), "zmq"])
