@@ -468,7 +468,7 @@ def test_a_unix_socket_has_a_way_and_what_is_closed_has_none() -> None:
 
 
 def test_what_has_the_descriptor_of_a_closed_connection_has_no_way_and_is_left_alone() -> None:
-    """A copy of such a descriptor stayed: one in 40 storms over ``ucx``."""
+    """A copy of such a descriptor stayed, in one of 40 storms."""
 
     def num_open() -> int:
         found = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
