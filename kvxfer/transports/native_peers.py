@@ -25,7 +25,7 @@ import struct
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -100,14 +100,23 @@ def check_way(name: str, fd: int) -> None:
     260 processes ended by SIGSEGV (``scripts/results/ucx_deaths_cpu_2026-11-24.md``).
     """
     try:
-        with lent(socket.socket(fileno=fd)) as known:
-            family, address = known.family, known.getpeername()
+        family, address = _other_side(fd)
         if family == socket.AF_UNIX:
             return
         with socket.socket(family, socket.SOCK_DGRAM) as asked:
             asked.connect(address)
     except OSError as exc:
         raise PipeBroken(f"{name}: expected a way to the other side, got {exc.strerror}") from exc
+
+
+def _other_side(fd: int) -> tuple[int, Any]:
+    """Family and address. Raises OSError, also for what is no connection by now."""
+    copy = os.dup(fd)  # stays what it is, whoever gets the number meanwhile
+    try:
+        with lent(socket.socket(fileno=copy)) as known:
+            return known.family, known.getpeername()
+    finally:
+        os.close(copy)
 
 
 def parse_address(name: str, address: bytes, kind: type[A]) -> A:
