@@ -180,8 +180,8 @@ def make_scratch(nbytes: int, device: torch.device) -> Tensor:
 
     PyTorch gives memory away as soon as its tensor is gone, to who asks for some on the same
     stream: kernels that wait there may still read it, and come before what the new owner puts on
-    that stream. Not before what is put on another: a trial of ``cuda_ipc`` wrote over the indices
-    of a kernel that the engine had launched. So this memory is of a stream without such kernels.
+    that stream. Not before what is put on another: a trial of ``cuda_ipc`` would write over what a
+    kernel of the engine has still to read. So this memory is of a stream without such kernels.
     """
     with beside_engine(device):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
