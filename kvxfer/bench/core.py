@@ -337,7 +337,7 @@ def head_of(shown: Sequence[str]) -> str:
 
 def _aligned(cells: Sequence[str], shown: Sequence[str]) -> str:
     first, *others = cells
-    padded = (f"{c:>{max(10, len(n) + 2)}}" for c, n in zip(others, shown[1:], strict=True))
+    padded = (f" {c:>{max(9, len(n) + 1)}}" for c, n in zip(others, shown[1:], strict=True))
     return f"  {first:<28}{''.join(padded)}".rstrip()
 
 
