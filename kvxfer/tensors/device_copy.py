@@ -198,38 +198,44 @@ def chunk_works(
     side: BoundSide,
     block_ids: Ids,
     order: DenseOrder,
-    span: tuple[tuple[int, int], tuple[int, int]],
-    dense_address: int,
+    tokens: tuple[int, int],
+    pieces: Sequence[tuple[tuple[int, int], int]],
     programs: int,
     *,
     is_pack: bool,
     is_native: bool = False,
 ) -> Iterator[Work]:
-    """The launches that a chunk of a ``span`` of regions and tokens, each from and to, needs: from
-    the pool to the chunk, or back. Only in head-major order, a kernel block that the chunk's tokens
-    cut has other strides than whole ones: up to three launches.
+    """The launches that chunks of the same ``tokens`` need: from the pool to the chunks, or back.
+    Tokens, and the regions of each of the ``pieces``, are given from and to; with the regions goes
+    the address of the chunk. Only in head-major order, a kernel block that the tokens cut has other
+    strides than whole ones: up to three launches. Where values are cast, each chunk has its own.
     """
-    ((region_lo, region_hi), (lo, hi)), tile = span, side.tile
+    (lo, hi), tile = tokens, side.tile
     if side.is_cast:
-        dense = _dense_side(side, span[0], hi - lo, dense_address)
-        ends = (side.part(region_lo, region_hi), dense)
-        firsts = (lo % tile.block_tokens, 0)
-        ids = (index.span_ids(tile, block_ids, lo, hi), np.zeros(1, np.int64))
-        if not is_pack:
-            ends, firsts, ids = ends[::-1], firsts[::-1], ids[::-1]
-        yield _cast_work(ends, firsts, ids, hi - lo, programs, is_native=is_native)
+        for regions, address in pieces:
+            dense = _dense_side(side, regions, hi - lo, address)
+            ends = (side.part(*regions), dense)
+            firsts = (lo % tile.block_tokens, 0)
+            ids = (index.span_ids(tile, block_ids, lo, hi), np.zeros(1, np.int64))
+            if not is_pack:
+                ends, firsts, ids = ends[::-1], firsts[::-1], ids[::-1]
+            yield _cast_work(ends, firsts, ids, hi - lo, programs, is_native=is_native)
         return
     parts = _chunk_parts(
         *(tile, order, lo % math.lcm(tile.block_tokens, order.kernel_tokens), hi - lo),
-        region_hi - region_lo,
-        math.gcd(side.align_nbytes, dense_address),
+        sum(region_hi - region_lo for (region_lo, region_hi), _ in pieces),
+        math.gcd(side.align_nbytes, *(address for _, address in pieces)),
         programs,
         is_pack=is_pack,
     )
-    pool_addresses = side.addresses[region_lo:region_hi]
+    pool_addresses = np.concatenate([side.addresses[slice(*regions)] for regions, _ in pieces])
     for part in parts:
         pool_ids = index.span_ids(tile, block_ids, lo + part.token_lo, lo + part.token_hi)
-        addresses = (pool_addresses, dense_address + part.offsets)
+        dense_addresses = [
+            address + part.offsets[: region_hi - region_lo]
+            for (region_lo, region_hi), address in pieces
+        ]
+        addresses = (pool_addresses, np.concatenate(dense_addresses))
         ids = (pool_ids, part.dense_ids)
         if not is_pack:
             addresses, ids = addresses[::-1], ids[::-1]
@@ -481,10 +487,12 @@ class DeviceCopier:
         widths = (WHOLE_GPU, self._settings.launch_programs)
         ids, order = np.zeros(1, np.int64), side.order
         for num_tokens in (side.tile.kernel_tokens, 1):
-            span = ((0, side.addresses.size), (0, num_tokens))
+            pieces = (((0, side.addresses.size), 0),)
             for programs in widths:
                 for work in chunk_works(
-                    side, ids, order, span, 0, programs, is_pack=False, is_native=self._is_native
+                    *(side, ids, order, (0, num_tokens), pieces, programs),
+                    is_pack=False,
+                    is_native=self._is_native,
                 ):
                     self._launch(work, stream, is_empty=True)
         return self.mark(stream)
@@ -573,9 +581,9 @@ class DeviceCopier:
         is launched, for ids outside the pool and for a wrong size or order.
         """
         self._check_chunk(side, block_ids, order, regions, tokens, out, "out")
-        where = (out.data_ptr(), self._programs_for(programs, out))
+        pieces = ((regions, out.data_ptr()),)
         works = chunk_works(
-            *(side, block_ids, order, (regions, tokens), *where),
+            *(side, block_ids, order, tokens, pieces, self._programs_for(programs, out)),
             is_pack=True,
             is_native=self._is_native,
         )
@@ -585,21 +593,22 @@ class DeviceCopier:
         self,
         side: BoundSide,
         block_ids: Ids,
-        regions: tuple[int, int],
         tokens: tuple[int, int],
-        dense: Tensor,
-        *,
+        *pieces: tuple[tuple[int, int], Tensor],
         stream: Stream,
         programs: int | None = None,
     ) -> Launched:
-        """Unpack a chunk that lies in the sink's own physical order; the reverse of :meth:`pack`
-        with the order of the side.
+        """Unpack chunks of the same tokens, by one launch; the reverse of :meth:`pack`.
+
+        ``pieces``: of each chunk its regions [lo, hi) and its bytes, which lie in the sink's own
+        physical order. All chunks are on the GPU, or all in pinned memory.
         """
         order = side.order
-        self._check_chunk(side, block_ids, order, regions, tokens, dense, "dense")
-        where = (dense.data_ptr(), self._programs_for(programs, dense))
+        for regions, dense in pieces:
+            self._check_chunk(side, block_ids, order, regions, tokens, dense, "dense")
+        where = tuple((regions, dense.data_ptr()) for regions, dense in pieces)
         works = chunk_works(
-            *(side, block_ids, order, (regions, tokens), *where),
+            *(side, block_ids, order, tokens, where, self._programs_for(programs, pieces[0][1])),
             is_pack=False,
             is_native=self._is_native,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replace_shape
-from itertools import product
+from itertools import groupby, product
 
 import numpy as np
 import pytest
@@ -166,13 +166,18 @@ def by_kernel(move: Move, chunk_nbytes: int) -> int:
             bound, asked = bind_copy(each, sources, sinks), span_of(each)
             total += copier.copy(bound, *move.ids(each), asked, stream=stream, programs=3).nbytes
     else:
-        for source, sink, ids, order, nbytes, span in move.chunks(chunk_nbytes):
-            dense = torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE)
-            side = bind_side(source, sources)
-            done = copier.pack(side, ids[0], order, *span, dense, stream=stream)
-            copier.unpack(bind_side(sink, sinks), ids[1], *span, dense, stream=stream)
-            copier.mark(stream).synchronize()  # the chunk is freed
-            total += done.nbytes
+        chunks = move.chunks(chunk_nbytes)
+        for (_, tokens), alike in groupby(chunks, key=lambda each: (id(each[1]), each[-1][1])):
+            group, pieces = list(alike), []
+            for source, _, ids, order, nbytes, span in group:
+                dense = torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE)
+                side = bind_side(source, sources)
+                done = copier.pack(side, ids[0], order, *span, dense, stream=stream)
+                pieces.append((span[0], dense))
+                total += done.nbytes
+            _, sink, ids, *_ = group[0]
+            copier.unpack(bind_side(sink, sinks), ids[1], tokens, *pieces, stream=stream)
+            copier.mark(stream).synchronize()  # the chunks are freed
     copier.mark(stream).synchronize()
     for memory, tensor in zip(move.taken, taken, strict=True):
         memory[:] = tensor.cpu().numpy()

@@ -104,7 +104,9 @@ def check_direct(case: Case, copier: DeviceCopier | None = None, programs: int =
 
 
 def check_chunks(case: Case, chunk_tokens: int) -> None:
-    """Pack and unpack by chunks of two regions and ``chunk_tokens`` tokens, any cut."""
+    """Pack by chunks of some regions and ``chunk_tokens`` tokens, any cut; unpack by launches of
+    one chunk or two.
+    """
     source = make_pool(case.source, case, poison=False, seed=case.seed)
     sink = make_pool(case.sink, case, poison=True, seed=case.seed + 1)
     given_pool, taken = on_device(source.memories), on_device(sink.memories)
@@ -117,26 +119,42 @@ def check_chunks(case: Case, chunk_tokens: int) -> None:
         )
         order = copy_class.sink.tile.order
         for lo in range(case.token_lo, case.token_hi, chunk_tokens):
-            regions = (lo % num_regions, min(lo % num_regions + 2, num_regions))
-            span = (regions, (lo, min(lo + chunk_tokens, case.token_hi)))
-            want = naive_dense(case, source, planes, *span[0], *span[1])
-            dense = torch.full((want.size,), POISON, dtype=torch.uint8, device=DEVICE)
-            stream = new_stream()
-            over(copier.pack(sides[0], source.ids, order, *span, dense, stream=stream), want)
-            assert_same_bytes([dense.cpu().numpy()], [want])
-            over(copier.unpack(sides[1], sink.ids, *span, dense, stream=stream), want)
-            back = torch.full_like(dense, POISON)
-            stream = new_stream()
-            over(copier.pack(sides[1], sink.ids, order, *span, back, stream=stream), want)
-            assert_same_bytes([back.cpu().numpy()], [want])
+            tokens, cut = (lo, min(lo + chunk_tokens, case.token_hi)), lo % num_regions
+            wanted, pieces = {}, []
+            for regions in ((cut, min(cut + 2, num_regions)), (0, cut)):
+                if regions[0] < regions[1]:
+                    wanted[regions] = naive_dense(case, source, planes, *regions, *tokens)
+                    dense = packed(copier, sides[0], source.ids, order, regions, tokens)
+                    assert_same_bytes([dense.cpu().numpy()], [wanted[regions]])
+                    pieces.append((regions, dense))
+            done = copier.unpack(sides[1], sink.ids, tokens, *pieces, stream=new_stream())
+            over(done, sum(want.size for want in wanted.values()))
+            for regions, want in wanted.items():
+                back = packed(copier, sides[1], sink.ids, order, regions, tokens)
+                assert_same_bytes([back.cpu().numpy()], [want])
     whole = expected(case, source, sink)
     for got, full, first in zip(taken.arrays, whole, sink.memories, strict=True):
         assert not (got[full == first] != first[full == first]).any()
 
 
-def over(done: Launched, want: Bytes) -> None:
-    """Wait for it: all bytes were on their way."""
-    assert done.nbytes == want.size
+def packed(
+    copier: DeviceCopier,
+    side: BoundSide,
+    ids: Ids,
+    order: DenseOrder,
+    regions: tuple[int, int],
+    tokens: tuple[int, int],
+) -> torch.Tensor:
+    """The chunk, of which nothing was left to chance."""
+    nbytes = (regions[1] - regions[0]) * (tokens[1] - tokens[0]) * side.dense_token_nbytes
+    out = torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE)
+    over(copier.pack(side, ids, order, regions, tokens, out, stream=new_stream()), nbytes)
+    return out
+
+
+def over(done: Launched, nbytes: int) -> None:
+    """Wait for it: so many bytes were on their way."""
+    assert done.nbytes == nbytes
     assert done.event is not None
     done.event.synchronize()
 
@@ -314,9 +332,11 @@ def test_no_access_is_wider_than_the_addresses_of_its_launch_allow(
     for copy_class in copy_classes_of(case, pool, pool).values():
         side, order = bind_side(copy_class.sink, memories), copy_class.sink.tile.order
         for lo in range(case.token_lo, case.token_hi, chunk_tokens):
-            span = ((0, 2), (lo, min(lo + chunk_tokens, case.token_hi)))
-            where = (dense_address, programs)
-            for work in chunk_works(side, pool.ids, order, span, *where, is_pack=is_pack):
+            tokens = (lo, min(lo + chunk_tokens, case.token_hi))
+            where = (((0, 2), dense_address),)
+            for work in chunk_works(
+                side, pool.ids, order, tokens, where, programs, is_pack=is_pack
+            ):
                 _, sources, sinks, *_ = work.arrays
                 assert isinstance(work.launch, Launch)
                 assert not (sources % work.launch.word_nbytes).any()
@@ -375,22 +395,22 @@ def test_chunks_are_checked() -> None:
     copier, ids = DeviceCopier(DEVICE), small.sink.ids
     dense = torch.zeros(2 * 70 * 16, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match=r"dense: expected 1120 bytes \(1 regions of 1120\)"):
-        copier.unpack(side, ids, (0, 1), (0, 70), dense, stream=None)
+        copier.unpack(side, ids, (0, 70), ((0, 1), dense), stream=None)
     with pytest.raises(ValueError, match=r"regions: expected a range of \[0, 6\), got \[5, 7\)"):
-        copier.unpack(side, ids, (5, 7), (0, 70), dense, stream=None)
+        copier.unpack(side, ids, (0, 70), ((5, 7), dense), stream=None)
     with pytest.raises(ValueError, match="dense: expected a contiguous one-dimensional uint8"):
-        copier.unpack(side, ids, (0, 2), (0, 70), dense.view(2, -1), stream=None)
+        copier.unpack(side, ids, (0, 70), ((0, 2), dense.view(2, -1)), stream=None)
     order = DenseOrder(32, False, channel_nbytes=4)
     with pytest.raises(ValueError, match="order: expected channels of 0 bytes like the tile"):
         copier.pack(side, ids, order, (0, 2), (0, 70), dense, stream=None)
     with pytest.raises(ValueError, match=r"block_ids: expected ids in \[0, 6\), got -1"):
-        copier.unpack(side, np.full(3, -1), (0, 2), (0, 70), dense, stream=None)
+        copier.unpack(side, np.full(3, -1), (0, 70), ((0, 2), dense), stream=None)
     if HAS_CUDA:
         not_pinned = "out: expected a tensor on cuda or in pinned memory, got cpu"
         with pytest.raises(ValueError, match=not_pinned):
             copier.pack(side, ids, side.tile.order, (0, 2), (0, 70), dense.cpu(), stream=None)
         with pytest.raises(ValueError, match="stream: expected one of cuda, got None"):
-            copier.unpack(side, ids, (0, 2), (0, 70), dense, stream=None)
+            copier.unpack(side, ids, (0, 70), ((0, 2), dense), stream=None)
     assert_same_bytes(small.taken.arrays, small.sink.memories)
 
 
@@ -408,7 +428,7 @@ def test_ids_of_a_transfer_are_looked_through_once(monkeypatch: pytest.MonkeyPat
 
     def unpack(ids: Ids, lo: int, hi: int, side: BoundSide = side) -> None:
         dense = torch.zeros((hi - lo) * 16, dtype=torch.uint8, device=DEVICE)
-        copier.unpack(side, ids, (0, 1), (lo, hi), dense, stream=new_stream())
+        copier.unpack(side, ids, (lo, hi), ((0, 1), dense), stream=new_stream())
 
     for lo, hi in ((0, 32), (32, 64), (64, 70)):
         unpack(ids, lo, hi)
@@ -460,12 +480,12 @@ def test_a_chunk_is_packed_by_the_whole_gpu_and_a_pool_read_by_few(
     dense = torch.zeros(2 * 70 * 16, dtype=torch.uint8, device=DEVICE)
     kept = launches_of(copier, monkeypatch)
     copier.pack(side, small.sink.ids, order, *span, dense, stream=stream)
-    copier.unpack(side, small.sink.ids, *span, dense, stream=stream)
+    copier.unpack(side, small.sink.ids, span[1], (span[0], dense), stream=stream)
     assert len(kept) >= 2
     assert all(each.alone for each in kept)
     kept.clear()
     copier.copy(bound, small.source.ids, small.sink.ids, (0, 70), stream=stream)
-    copier.unpack(side, small.sink.ids, *span, dense, stream=stream, programs=1)
+    copier.unpack(side, small.sink.ids, span[1], (span[0], dense), stream=stream, programs=1)
     assert {(each.alone, each.num_programs) for each in kept} <= {(False, 2), (False, 1)}
     if HAS_CUDA:
         kept.clear()

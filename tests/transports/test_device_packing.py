@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from kvxfer.tensors.device_copy import BoundSide, DeviceCopier, Launched
 from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.testing import check_transport
+from kvxfer.testing.cases import CASES, make_move
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
@@ -31,6 +33,7 @@ from kvxfer.transports.base import (
     ReadStopped,
     SendStopped,
     Sent,
+    TransferKey,
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyThread
@@ -95,9 +98,12 @@ class HostCopier(DeviceCopier):
         gather(self._tensors, self._side(side), *chunk)
         return Launched(HostEvent(), chunk[-1].numel())
 
-    def unpack(self, side: BoundSide, *chunk: Any, **_: Any) -> Launched:
-        scatter(self._tensors, self._side(side), *chunk)
-        return Launched(HostEvent(), chunk[-1].numel())
+    def unpack(
+        self, side: BoundSide, block_ids: Any, tokens: tuple[int, int], *pieces: Any, **_: Any
+    ) -> Launched:
+        for regions, dense in pieces:
+            scatter(self._tensors, self._side(side), block_ids, regions, tokens, dense)
+        return Launched(HostEvent(), sum(dense.numel() for _, dense in pieces))
 
 
 def quick_packer(
@@ -272,9 +278,12 @@ def test_many_transfers_leave_no_buffer_behind(kernel_pair: Pair, reaches_host: 
 
 
 class Gate(HostEvent):
-    """An event of a GPU that takes its time, or fails. ``seen_by``: the threads that looked."""
+    """An event of a GPU that takes its time, or fails. ``num_chunks``: how many its launch packs or
+    unpacks; ``seen_by``: the threads that looked.
+    """
 
-    def __init__(self, *, is_open: bool = False) -> None:
+    def __init__(self, *, num_chunks: int = 1, is_open: bool = False) -> None:
+        self.num_chunks = num_chunks
         self.is_open = is_open
         self.error: RuntimeError | None = None
         self.seen_by: set[threading.Thread] = set()
@@ -297,11 +306,16 @@ def _held(monkeypatch: pytest.MonkeyPatch, method: str, *, is_open: bool = False
 
     def launch(*args: Any, **kwargs: Any) -> Launched:
         launched = inner(*args, **kwargs)
-        gates.append(Gate(is_open=is_open))
+        num_chunks = len(args) - 4 if method == "unpack" else 1
+        gates.append(Gate(num_chunks=num_chunks, is_open=is_open))
         return Launched(gates[-1], launched.nbytes)
 
     monkeypatch.setattr(HostCopier, method, launch)
     return gates
+
+
+def _num_chunks(gates: Sequence[Gate]) -> int:
+    return sum(gate.num_chunks for gate in gates)
 
 
 def test_a_chunk_is_packed_when_its_kernel_is_over(
@@ -327,12 +341,82 @@ def test_a_chunk_is_packed_when_its_kernel_is_over(
     assert isinstance(pair.end(key_of(1)), ReadStopped)
 
 
+Alike = tuple[TransferKey, tuple[int, int]]
+
+
+@pytest.fixture
+def several_copied(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Counter[Alike]:
+    """The IO thread looks at copied chunks when four are, all that there are slots for. By the
+    tokens of the chunks: in how many launches they were expected to be unpacked.
+    """
+    packer, expected = _packer(pair.sink), Counter[Alike]()
+    copied = packer._copied
+    drain = copied.drain
+
+    def late() -> Iterator[Any]:
+        if copied._items.qsize() < 4:
+            return
+        expected.update({(job.key, job.span[1]) for job in packer._jobs})
+        yield from drain()
+
+    monkeypatch.setattr(copied, "drain", late)
+    return expected
+
+
+@pytest.mark.parametrize("reaches_host", [False], indirect=True, ids=["through pinned buffers"])
+def test_chunks_that_were_copied_meanwhile_are_unpacked_by_one_launch(
+    pair: Pair, several_copied: Counter[Alike], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = _held(monkeypatch, "unpack", is_open=True)
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: _num_chunks(gates) >= 8)
+    assert len(gates) == several_copied.total() < 8
+
+
+@pytest.mark.parametrize("reaches_host", [False], indirect=True, ids=["through pinned buffers"])
+@pytest.mark.usefixtures("several_copied")
+def test_a_stopped_read_waits_for_the_launch_of_all_its_chunks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = _held(monkeypatch, "unpack")
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: bool(gates))
+    (gate,) = gates
+    assert gate.num_chunks == 4
+    pair.sink.stop_read(key_of(1))
+    for _ in range(20):
+        pair.turn()
+    assert not any(isinstance(c, ReadStopped) for c in pair.seen)
+    gate.is_open = True
+    assert isinstance(pair.end(key_of(1)), ReadStopped)
+    pair.source.stop_send(key_of(1))
+    assert _is_at_rest(_packer(pair.sink), reaches_host=False)
+
+
+@pytest.mark.parametrize("reaches_host", [False], indirect=True, ids=["through pinned buffers"])
+def test_a_gpu_that_fails_at_a_launch_ends_what_was_to_be_launched_behind_it(
+    pair: Pair, several_copied: Counter[Alike], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(HostCopier, "unpack", fail)
+    monkeypatch.setattr(HostCopier, "mark", fail)
+    pair.start(key_of(1), make_move(CASES[2], 1))  # four slots have chunks of two spans of tokens
+    end = pair.end(key_of(1))
+    assert isinstance(end, ReadBroke)
+    assert "an illegal memory access" in end.detail
+    assert len(several_copied) == 2
+    pair.source.stop_send(key_of(1))
+    assert _is_at_rest(_packer(pair.sink), reaches_host=False)
+
+
 def test_a_stopped_read_waits_for_the_kernels_that_write_the_pool(
     pair: Pair, reaches_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gates = _held(monkeypatch, "unpack")
     pair.start(key_of(1), a_move())
-    pair.until(lambda: len(gates) == 4)
+    pair.until(lambda: _num_chunks(gates) == 4)
     pair.sink.stop_read(key_of(1))
     for _ in range(20):
         pair.turn()
@@ -421,7 +505,7 @@ def test_a_gpu_that_fails_ends_everything_that_it_was_to_do(
     gates = _held(monkeypatch, "unpack")
     for number in (1, 2):
         pair.start(key_of(number), a_move(number))
-    pair.until(lambda: len(gates) == 4)
+    pair.until(lambda: _num_chunks(gates) == 4)
     for gate in gates:
         gate.error = RuntimeError("an illegal memory access")
     for number in (1, 2):
