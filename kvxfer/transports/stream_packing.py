@@ -38,9 +38,10 @@ from kvxfer.transports.pipe import SourceLane
 if TYPE_CHECKING:  # it needs Triton, which a host without a GPU need not have
     from kvxfer.tensors.device_copy import BoundSide, DeviceCopier
 
-LEAST_BOUNCES = 3
-"""Pinned buffers of one packer, each as large as the largest chunk: one for the kernel, two that
-wait for it or for a copy thread; each copy thread has one more.
+LEAST_BOUNCES, BOUNCES_OF_THREAD = 2, 2
+"""Pinned buffers of one packer, each as large as the largest chunk: two that wait, and for each
+copy thread one that it copies and one that a kernel does. With eleven for eight threads chunks
+waited 1 to 2 ms for one while threads stood still.
 """
 RING_NBYTES = 1 << 20
 """For ids and addresses on their way to the GPU; a chunk has a few KB of them."""
@@ -197,7 +198,7 @@ class DevicePacker:
         self._bound: dict[int, tuple[Side, BoundSide]] = {}
         self._bounces: list[Tensor] = []
         self._num_bounces = 0
-        self._most_bounces = LEAST_BOUNCES + num_streams(config)
+        self._most_bounces = LEAST_BOUNCES + BOUNCES_OF_THREAD * num_streams(config)
         self._waited: StreamEvent | None = None
         self._broken = ""
         # What nearly all engines need is compiled now: the first time it takes a second

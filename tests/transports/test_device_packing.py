@@ -38,7 +38,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import Copier, CopyThread
 from kvxfer.transports.pipe import CHUNK_S, Pipe
-from kvxfer.transports.stream_packing import LEAST_BOUNCES, DevicePacker, make_packer
+from kvxfer.transports.stream_packing import DevicePacker, make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
@@ -253,7 +253,7 @@ def _packer(end: object) -> DevicePacker:
 
 def _is_at_rest(packer: DevicePacker, reaches_host: bool) -> bool:
     """Nothing is under way, and every buffer is back."""
-    assert packer._num_bounces <= (0 if reaches_host else LEAST_BOUNCES + 1)
+    assert packer._num_bounces <= (0 if reaches_host else 4)
     return not (
         packer._jobs
         or packer._waiting
