@@ -62,7 +62,7 @@ SCENARIOS = {
     "the connection ends": (ENDING, 886, 75),
     "the connection ends, and stops": (Scenario(1, (2,), stops=1, may_end=True), 456, 13),
     "two reads and a stop": (replace(PLAIN, stops=1), 4849, 7),
-    "a second stream joins, the connection ends": (STREAMS, 2588, 274),
+    "a second stream joins, the connection ends": (STREAMS, 2632, 287),
     "two reads that grow": (GROWING, 2580, 16),
     "one that grows, a stop, the connection ends": (
         Scenario(1, (2,), grows=True, stops=1, may_end=True),
