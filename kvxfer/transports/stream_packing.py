@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -38,10 +38,10 @@ from kvxfer.transports.pipe import SourceLane
 if TYPE_CHECKING:  # it needs Triton, which a host without a GPU need not have
     from kvxfer.tensors.device_copy import BoundSide, DeviceCopier
 
-LEAST_BOUNCES, BOUNCES_OF_THREAD = 2, 2
-"""Pinned buffers of one packer, each as large as the largest chunk: two that wait, and for each
-copy thread one that it copies and one that a kernel does. With eleven for eight threads chunks
-waited 1 to 2 ms for one while threads stood still.
+_BOUNCES = 2
+"""Pinned buffers of a packer, each as large as the largest chunk, for each copy thread: one that it
+copies and one that a kernel does. As many wait. With eleven for eight threads chunks waited 1 to 2
+ms for one while threads stood still.
 """
 RING_NBYTES = 1 << 20
 """For ids and addresses on their way to the GPU; a chunk has a few KB of them."""
@@ -192,13 +192,11 @@ class DevicePacker:
         self._waiting: deque[ChunkJob] = deque()
         self._in_flight: Launches[Sequence[ChunkJob]] = Launches(wake)
         self._copied: Mailbox[_BounceJob] = Mailbox(wake)
-        self._ready: dict[Hashable, list[ChunkJob]] = {}
-        """Jobs whose chunks have been copied to pinned buffers, by what one launch can unpack."""
         self._ended: deque[ChunkJob] = deque()
         self._bound: dict[int, tuple[Side, BoundSide]] = {}
         self._bounces: list[Tensor] = []
         self._num_bounces = 0
-        self._most_bounces = LEAST_BOUNCES + BOUNCES_OF_THREAD * num_streams(config)
+        self._most_bounces = _BOUNCES * (num_streams(config) + 1)
         self._waited: StreamEvent | None = None
         self._broken = ""
         # What nearly all engines need is compiled now: the first time it takes a second
@@ -243,9 +241,7 @@ class DevicePacker:
             self._wake()
 
     def drain(self) -> Iterator[ChunkJob]:
-        for copied in self._copied.drain():
-            self._on_copied(copied)
-        self._launch_ready()
+        self._take_copied(self._copied.drain())
         self._advance()
         for _ in range(len(self._ended)):
             yield self._ended.popleft()
@@ -258,8 +254,7 @@ class DevicePacker:
                 except RuntimeError as exc:
                     self._break(exc)
             else:
-                self._on_copied(self._copied.take())
-                self._launch_ready()
+                self._take_copied((self._copied.take(),))
             self._advance()
         return self._ended.popleft()
 
@@ -374,23 +369,24 @@ class DevicePacker:
         job.copying = _BounceJob(job, self._copied)
         self._copy_thread.submit(job.copying)
 
-    def _on_copied(self, copied: _BounceJob) -> None:
-        job = copied.job
-        if copied.end is CopyEnd.DONE and not job.cancelled and job.order is None:
-            self._ready.setdefault((job.key, job.chunk.class_index, job.span[1]), []).append(job)
-            return
-        job.copying = None
-        if copied.end is CopyEnd.DONE and not job.cancelled:
-            self._end(job, CopyEnd.DONE)
-        else:
-            end = CopyEnd.FAILED if copied.end is CopyEnd.FAILED else CopyEnd.CANCELLED
-            self._end(job, end, copied.error)
-
-    def _launch_ready(self) -> None:
-        """A launch takes the IO thread 0.1 to 0.2 ms beside eight streams, for one chunk as for
-        several.
+    def _take_copied(self, copied: Iterable[_BounceJob]) -> None:
+        """What lies in pinned buffers is unpacked, as much as can be by each launch: it takes the
+        IO thread 0.1 to 0.2 ms beside eight streams, for one chunk as for several.
         """
-        ready, self._ready = self._ready, {}
+        ready: dict[Hashable, list[ChunkJob]] = {}
+        for each in copied:
+            job = each.job
+            is_copied = each.end is CopyEnd.DONE and not job.cancelled
+            if is_copied and job.order is None:
+                alike = (job.key, job.chunk.class_index, job.span[1])
+                ready.setdefault(alike, []).append(job)
+                continue
+            job.copying = None
+            if is_copied:
+                self._end(job, CopyEnd.DONE)
+            else:
+                end = CopyEnd.FAILED if each.end is CopyEnd.FAILED else CopyEnd.CANCELLED
+                self._end(job, end, each.error)
         for jobs in ready.values():
             for job in jobs:
                 job.copying = None  # only now: where a launch before it broke the GPU it ended none

@@ -142,6 +142,7 @@ def test_the_sink_says_how_many_and_the_source_bounds_it(
 def test_a_load_does_not_wait_for_streams_to_join(carried: Counter[bytes]) -> None:
     with a_pair(4) as pair:
         load(pair, 1)
+    assert carried.total() >= 9  # over however many had joined
 
 
 def test_streams_that_join_while_chunks_are_on_their_way_are_used_at_once(
@@ -607,6 +608,8 @@ def test_all_streams_have_curve_keys(
         pair.sink.attach(pair.manifest)
         until_joined(pair, 4)
         load_over(pair, 4, carried)
+        sockets = [dealer.socket for dealer in link_of(pair).dealers]
+        assert [each.get(zmq.MECHANISM) for each in sockets] == [zmq.CURVE] * 4
 
 
 # ------------------------------------------------------------------ copy threads and frames
