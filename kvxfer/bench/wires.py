@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+import torch
 import zmq
 
 from kvxfer.bench.core import Timing, timed
@@ -84,8 +85,8 @@ def wire_config(wire: str, **settings: object) -> Config:
 class Hands:
     """What a wire needs beside its memory, and how its IO thread waits."""
 
-    def __init__(self, config: Config, *watched: Readable) -> None:
-        self.copy_thread, self.wake = make_copier(config), WakeUp()
+    def __init__(self, config: Config, device: torch.device, *watched: Readable) -> None:
+        self.copy_thread, self.wake = make_copier(config, device), WakeUp()
         self.context = make_context(config)
         Guard(self.context, config)
         self._poller, self._polled = zmq.Poller(), list[Readable]()
@@ -141,7 +142,7 @@ class Giving(Member):
         super().__init__({SOURCE: devices.source}, nbytes)
         memory = self.memories[SOURCE].local
         self._listener = listen(config.host)
-        self._hands = Hands(config, self._listener.fileno())
+        self._hands = Hands(config, memory.device, self._listener.fileno())
         sources = make_sources(memory, config, *self._hands.all)
         (source,) = sources.values()
         self._source = source if isinstance(source, SendingSource) else None
@@ -220,7 +221,7 @@ class Taking(Member):
     def __init__(self, devices: Devices, nbytes: int, config: Config) -> None:
         super().__init__({SINK: devices.sink}, nbytes)
         memory = self.memories[SINK].local
-        self._hands = Hands(config)
+        self._hands = Hands(config, memory.device)
         self.sink: SinkTransport
         if devices.wire in BETWEEN_HOSTS:
             make_pipe = PIPES[BETWEEN_HOSTS[devices.wire]]

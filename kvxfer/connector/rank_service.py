@@ -121,7 +121,7 @@ class RankService:
             within=current_context(memory.device) if memory.device.type == "cuda" else None,
         )
         self._context = make_context(config)
-        self._copy_thread = make_copier(config, small_nbytes=SMALL_NBYTES)
+        self._copy_thread = make_copier(config, memory.device, small_nbytes=SMALL_NBYTES)
         self._num_changes = -1
         self._near: NearSources = {}
         self._peer_gauges: dict[str, float] = {}

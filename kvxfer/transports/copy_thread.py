@@ -105,10 +105,13 @@ class CopyThread:
 
     Args:
         small_nbytes: ``submit`` itself runs jobs of at most so much work.
+        num_cores: that PyTorch may use for one operation on this thread.
     """
 
-    def __init__(self, name: str = "kvxfer-copy", *, small_nbytes: int = 0) -> None:
-        self._small_nbytes = small_nbytes
+    def __init__(
+        self, name: str = "kvxfer-copy", *, small_nbytes: int = 0, num_cores: int = 1
+    ) -> None:
+        self._small_nbytes, self._num_cores = small_nbytes, num_cores
         self._changed = threading.Condition()
         self._lanes: OrderedDict[Hashable, deque[CopyJob]] = OrderedDict()
         self._running: CopyJob | None = None
@@ -181,7 +184,7 @@ class CopyThread:
         self._thread.join()
 
     def _main(self, started: threading.Event) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(self._num_cores)
         torch.get_num_threads()  # fixes it for this thread: the first look takes over the default
         started.set()
         while (job := self._next_job()) is not None:
@@ -243,8 +246,10 @@ class CopyThread:
 class CopyThreads:
     """Several copy threads as one: a job goes to the thread that has the fewest."""
 
-    def __init__(self, number: int, *, small_nbytes: int = 0) -> None:
-        self._threads = [CopyThread(small_nbytes=small_nbytes) for _ in range(number)]
+    def __init__(self, number: int, *, small_nbytes: int = 0, num_cores: int = 1) -> None:
+        self._threads = [
+            CopyThread(small_nbytes=small_nbytes, num_cores=num_cores) for _ in range(number)
+        ]
 
     def submit(self, job: CopyJob) -> None:
         min(self._threads, key=attrgetter("num_jobs")).submit(job)
@@ -283,9 +288,10 @@ class Mailbox(Generic[T]):
         self._told = False
         self._woken_s = 0.0
 
-    def put(self, item: T, *, more_follows: bool = False) -> None:
+    def put(self, *items: T, more_follows: bool = False) -> None:
         """From any thread. ``more_follows``: another put is certain to come, so this may wait."""
-        self._items.put(item)
+        for item in items:
+            self._items.put(item)
         if self._told:
             return
         now_s = time.monotonic()

@@ -12,6 +12,7 @@ import os
 import resource
 from pathlib import Path
 
+import torch
 import zmq
 
 from kvxfer.config import Config
@@ -103,13 +104,19 @@ def thread_of_stream(context: Context, number: int) -> int:
     return threads[number % len(threads)] if threads else 0
 
 
-def make_copier(config: Config, *, small_nbytes: int = 0) -> CopyThread | CopyThreads:
+def make_copier(
+    config: Config, device: torch.device, *, small_nbytes: int = 0
+) -> CopyThread | CopyThreads:
     """The copy threads of a rank, one for each stream: one packs another layout in host memory at
-    1.6 GB/s, where its stream carries 2.2. ``small_nbytes``: as :class:`CopyThread` has it.
+    1.6 GB/s, where its stream carries 2.2. Beside a GPU one of them copies for all streams
+    (:class:`~kvxfer.transports.stream_packing.DevicePacker`), with a core for each.
+    ``small_nbytes``: as :class:`CopyThread` has it.
     """
-    if (number := num_streams(config)) == 1:
+    number = num_streams(config)
+    num_cores = number if device.type == "cuda" else 1
+    if number == 1:
         return CopyThread(small_nbytes=small_nbytes)
-    return CopyThreads(number, small_nbytes=small_nbytes)
+    return CopyThreads(number, small_nbytes=small_nbytes, num_cores=num_cores)
 
 
 # ------------------------------------------------------------------ descriptors

@@ -90,7 +90,9 @@ class Pair:
         small_nbytes: int = 0,
         is_apart: bool = False,
     ) -> None:
-        self.copy_thread = make_copier(source_config, small_nbytes=small_nbytes)
+        self.copy_thread = make_copier(
+            source_config, torch.device("cpu"), small_nbytes=small_nbytes
+        )
         self.wake, self.context = WakeUp(), make_context(source_config)
         self.sink_context = make_context(source_config) if is_apart else self.context
         Guard(self.context, source_config)
