@@ -19,6 +19,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -409,8 +410,7 @@ class _BounceQueue:
     """
 
     def __init__(self, copier: Copier, copied: Mailbox[ChunkJob], num_at_once: int) -> None:
-        self.copied = copied
-        self._copier, self._num_at_once = copier, num_at_once
+        self._copier, self._copied, self._num_at_once = copier, copied, num_at_once
         self._lock = threading.Lock()
         self._waiting: deque[ChunkJob] = deque()
         self._has_job = False
@@ -423,11 +423,17 @@ class _BounceQueue:
             self._copier.submit(_BounceJob(self))
 
     def take(self) -> list[ChunkJob]:
-        """What is to be copied next; nothing: the job is over."""
+        """What the job is to copy next."""
         with self._lock:
             number = min(len(self._waiting), self._num_at_once)
-            self._has_job = number > 0
             return [self._waiting.popleft() for _ in range(number)]
+
+    def give(self, *chunks: ChunkJob) -> bool:
+        """They have been copied, or will not be; False: the job is over, for no other waits."""
+        self._copied.put(*chunks)
+        with self._lock:
+            self._has_job = bool(self._waiting)
+            return self._has_job
 
 
 class _BounceJob(CopyJob):
@@ -441,29 +447,30 @@ class _BounceJob(CopyJob):
 
     def run(self) -> bool:
         chunks = self._queue.take()
-        if not chunks:
-            return False
+        to, of = list[Tensor](), list[Tensor]()
         for chunk in chunks:
             dense, chunk.dense = chunk.dense, None  # a frame is freed here and not on the IO thread
-            if chunk.cancelled:
-                continue
             assert isinstance(dense, Tensor)
-            to, of = (chunk.near, dense) if chunk.order is None else (dense, chunk.near)
-            try:
-                to.copy_(of)
-            except RuntimeError as exc:
+            if not chunk.cancelled:
+                to.append(chunk.near if chunk.order is None else dense)
+                of.append(dense if chunk.order is None else chunk.near)
+        try:
+            # By one call, for it lets go of the interpreter and wants it back: with a call for each
+            # chunk 128 MiB took 17.6 ms where this takes 15.9
+            torch._foreach_copy_(to, of)
+        except RuntimeError as exc:
+            for chunk in chunks:
                 chunk.error = exc
-        self._queue.copied.put(*chunks)
-        return True
+        return self._queue.give(*chunks)
 
     def on_end(self) -> None:
         """Of a copy thread that was closed: nothing more is copied."""
-        if self.end is CopyEnd.DONE:
-            return  # what waits by now is another job's
-        while chunks := self._queue.take():
+        has_more = self.end is not CopyEnd.DONE  # else what waits by now is another job's
+        while has_more:
+            chunks = self._queue.take()
             for chunk in chunks:
                 chunk.cancelled = True
-            self._queue.copied.put(*chunks)
+            has_more = self._queue.give(*chunks)
 
 
 # ------------------------------------------------------------------ which of the two
