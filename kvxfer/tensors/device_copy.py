@@ -580,7 +580,8 @@ class DeviceCopier:
         GB takes 0.23 ms from it then, and 0.45 by 24 programs. Raises ValueError, before anything
         is launched, for ids outside the pool and for a wrong size or order.
         """
-        self._check_chunk(side, block_ids, order, regions, tokens, out, "out")
+        self._check_where(side, block_ids, order, tokens)
+        self._check_chunk(side, regions, tokens, out, "out")
         pieces = ((regions, out.data_ptr()),)
         works = chunk_works(
             *(side, block_ids, order, tokens, pieces, self._programs_for(programs, out)),
@@ -604,8 +605,9 @@ class DeviceCopier:
         physical order. All chunks are on the GPU, or all in pinned memory.
         """
         order = side.order
+        self._check_where(side, block_ids, order, tokens)
         for regions, dense in pieces:
-            self._check_chunk(side, block_ids, order, regions, tokens, dense, "dense")
+            self._check_chunk(side, regions, tokens, dense, "dense")
         where = tuple((regions, dense.data_ptr()) for regions, dense in pieces)
         works = chunk_works(
             *(side, block_ids, order, tokens, where, self._programs_for(programs, pieces[0][1])),
@@ -623,19 +625,21 @@ class DeviceCopier:
         is_near = dense is not None and dense.device.type == self._device.type
         return WHOLE_GPU if is_near else self._settings.launch_programs
 
+    def _check_where(
+        self, side: BoundSide, block_ids: Ids, order: DenseOrder, tokens: tuple[int, int]
+    ) -> None:
+        self._check_ids(side.tile, block_ids, *tokens)
+        index.check_order(side.tile, order)
+
     def _check_chunk(
         self,
         side: BoundSide,
-        block_ids: Ids,
-        order: DenseOrder,
         regions: tuple[int, int],
         tokens: tuple[int, int],
         dense: Tensor,
         name: str,
     ) -> None:
         index.check_regions(side.addresses.size, *regions)
-        self._check_ids(side.tile, block_ids, *tokens)
-        index.check_order(side.tile, order)
         region_nbytes = (tokens[1] - tokens[0]) * side.dense_token_nbytes
         index.check_chunk(dense, name, regions[1] - regions[0], region_nbytes)
         if dense.device.type != self._device.type and not dense.is_pinned():

@@ -289,11 +289,8 @@ class StreamSource(SendingSource):
             self._pump(connection)
 
     def _pump(self, connection: Connection) -> None:
-        """Give free slots to the connection's transfers in turn, as many as the packer takes, and
-        one for each stream.
-        """
-        num_at_once = max(self._packer.num_at_once, len(connection.streams))
-        while not connection.is_lost and self._num_begun < num_at_once:
+        """Give free slots to the connection's transfers in turn, as many as the packer takes."""
+        while not connection.is_lost and self._num_begun < self._packer.num_at_once:
             fill = connection.sends.next_fill()
             if fill is None:
                 return
