@@ -460,7 +460,8 @@ class _BounceJob(CopyJob):
         try:
             # By one call, for it lets go of the interpreter and wants it back: with a call for each
             # chunk 128 MiB took 17.6 ms where this takes 15.9
-            torch._foreach_copy_(to, of)
+            if to:  # else it raises
+                torch._foreach_copy_(to, of)
         except RuntimeError as exc:
             for chunk in chunks:
                 chunk.error = exc

@@ -152,7 +152,9 @@ def test_close_waits_for_the_piece_and_cancels_the_rest(stage: Stage) -> None:
     stage.thread.close()
 
 
-def test_one_torch_thread_inside_and_as_many_as_before_outside(stage: Stage) -> None:
+def test_torch_has_the_cores_that_were_asked_for_inside_and_as_many_as_before_outside(
+    stage: Stage,
+) -> None:
     inside: list[int] = []
 
     def pieces() -> Iterator[None]:
@@ -162,10 +164,11 @@ def test_one_torch_thread_inside_and_as_many_as_before_outside(stage: Stage) -> 
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        second = CopyThread()
-        stage.thread.submit(PiecesJob("a", pieces(), lambda job: stage.end("a", job)))
-        stage.wait(1)
-        assert inside == [1]
+        second = CopyThread(num_cores=3)
+        for copier in (stage.thread, second):
+            copier.submit(PiecesJob("a", pieces(), lambda job: stage.end("a", job)))
+            stage.wait(1)
+        assert inside == [1, 3]
         assert torch.get_num_threads() == 2
         other: list[int] = []
         thread = threading.Thread(target=lambda: other.append(torch.get_num_threads()))

@@ -22,7 +22,7 @@ from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.testing import check_transport
 from kvxfer.testing.cases import CASES, make_move
-from kvxfer.testing.peers import Context
+from kvxfer.testing.peers import Context, PiecesJob
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
@@ -36,9 +36,9 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
-from kvxfer.transports.copy_thread import Copier, CopyThread
+from kvxfer.transports.copy_thread import Copier, CopyThread, Mailbox
 from kvxfer.transports.pipe import CHUNK_S, Pipe
-from kvxfer.transports.stream_packing import DevicePacker, make_packer
+from kvxfer.transports.stream_packing import DevicePacker, _BounceQueue, make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
@@ -226,6 +226,42 @@ def pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 
 
 @pytest.fixture
+def opened() -> threading.Event:
+    """Until then the copy thread of ``held`` is busy."""
+    return threading.Event()
+
+
+@pytest.fixture
+def held(opened: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """Only the sink has pinned buffers, ten of them, and there are eight slots."""
+    use_source(monkeypatch, "zmq", partial(_made, StreamSource, _reaching))
+    use_sink(monkeypatch, "zmq", partial(_made, StreamSink, _with_ten_buffers))
+    pair, entered = Pair(msgspec.structs.replace(ZMQ, staging_slots=8)), threading.Event()
+
+    def pieces() -> Iterator[None]:
+        entered.set()
+        assert opened.wait(120)
+        yield
+
+    pair.copy_thread.submit(PiecesJob("busy", pieces()))
+    assert entered.wait(120)
+    pair.sink.attach(pair.manifest)
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: len(_packer(pair.sink)._to_copy._waiting) == 8)
+    yield pair
+    opened.set()
+    pair.close()
+
+
+def _reaching(*arguments: Any) -> DevicePacker:
+    return quick_packer(*arguments, reaches_host=True)
+
+
+def _with_ten_buffers(memory: LocalMemory, config: Config, *arguments: Any) -> DevicePacker:
+    return quick_packer(memory, msgspec.structs.replace(config, zmq_streams=4), *arguments)
+
+
+@pytest.fixture
 def kernel_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     with _pair(partial(host_packer, reaches_host=reaches_host), monkeypatch) as pair:
         yield pair
@@ -312,6 +348,67 @@ def _held(monkeypatch: pytest.MonkeyPatch, method: str, *, is_open: bool = False
 
     monkeypatch.setattr(HostCopier, method, launch)
     return gates
+
+
+def test_chunks_that_wait_are_copied_four_by_a_call(
+    held: Pair, opened: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    copy = torch._foreach_copy_
+
+    def counted(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
+        copied.append(len(to))
+        copy(to, of)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    opened.set()
+    assert isinstance(held.end(key_of(1)), ReadDone)
+    assert held.content() == held.expected(a_move())
+    assert copied[:2] == [4, 4]
+    assert sum(copied) >= 9
+    assert max(copied) == 4
+
+
+def test_chunks_of_a_stopped_read_are_not_copied_but_waited_for(
+    held: Pair, opened: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_: pytest.fail("copied"))
+    before = held.content()
+    held.sink.stop_read(key_of(1))
+    for _ in range(20):
+        held.turn()
+    assert not any(isinstance(c, ReadStopped) for c in held.seen)  # the copy thread has them
+    opened.set()
+    assert isinstance(held.end(key_of(1)), ReadStopped)
+    assert held.content() == before
+    assert not held.sink.counts
+    held.source.stop_send(key_of(1))
+    assert len(_packer(held.sink)._bounces) == _packer(held.sink)._num_bounces == 8
+
+
+def test_a_copy_that_fails_breaks_its_read_only(held: Pair, opened: threading.Event) -> None:
+    held.sink_pool.tensor.fill_(0xEE)
+    _packer(held.sink)._to_copy._waiting[3].dense = torch.empty(3, dtype=torch.uint8)
+    opened.set()
+    end = held.end(key_of(1))
+    assert isinstance(end, ReadBroke)
+    assert end.reason is Reason.READ_FAILED
+    assert "unpacking failed: The size of tensor" in end.detail
+    held.source.stop_send(key_of(1))
+    load(held, 2)
+
+
+def test_what_waits_for_a_copy_thread_that_is_closed_ends_uncopied() -> None:
+    copied: Mailbox[Any] = Mailbox(lambda: None)
+    thread = CopyThread()
+    thread.close()
+    chunk = SimpleNamespace(cancelled=False)
+    chunks: Any = _BounceQueue(thread, copied)
+    for _ in range(2):  # the first has left nothing behind
+        chunk.cancelled = False
+        chunks.submit(chunk)
+        assert copied.take() is chunk
+        assert chunk.cancelled
 
 
 def _num_chunks(gates: Sequence[Gate]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import threading
 import time
 import weakref
@@ -26,7 +27,7 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError
 from kvxfer.tensors.device_memory import Gpu
 from kvxfer.testing import check_transport
-from kvxfer.testing.peers import Context
+from kvxfer.testing.peers import Context, PiecesJob
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     LocalMemory,
@@ -42,6 +43,7 @@ from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
 from kvxfer.transports.parallel import (
     MOST_FURTHER,
     make_context,
+    make_copier,
     num_cores,
     num_streams,
     stream_threads,
@@ -641,6 +643,21 @@ def test_jobs_go_to_the_thread_that_has_fewest_and_can_be_cancelled_there() -> N
     threads.close()
     assert sorted(ended)[4] == (4, "cancelled")
     assert len(ended) == 6
+
+
+@pytest.mark.parametrize(("device", "num_cores"), [("cpu", 1), ("cuda", 3)])
+def test_beside_a_gpu_a_copy_may_take_a_core_for_each_stream(device: str, num_cores: int) -> None:
+    inside: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def pieces() -> Iterator[None]:
+        inside.put(torch.get_num_threads())
+        yield
+
+    threads = make_copier(Config(zmq_streams=3), torch.device(device))
+    for lane in range(3):
+        threads.submit(PiecesJob(lane, pieces()))
+    assert [inside.get(timeout=120) for _ in range(3)] == [num_cores] * 3
+    threads.close()
 
 
 def test_frames_lie_in_the_memory_that_a_gpu_reaches_and_are_freed() -> None:
