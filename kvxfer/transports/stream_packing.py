@@ -380,7 +380,6 @@ class DevicePacker:
                 alike = (job.key, job.chunk.class_index, job.span[1])
                 ready.setdefault(alike, []).append(job)
                 continue
-            job.is_copying = False
             self._end(job)
         for jobs in ready.values():
             for job in jobs:
