@@ -130,10 +130,12 @@ class HostPacker(Mailbox[ChunkJob]):
 
     ``num_at_once``: after so many submissions, or one that has ended when ``submit`` returns, the
     IO thread has other work to look at. ``is_at_once``: jobs may have ended then.
+    ``copies_frames``: another thread copies what is submitted, before the IO thread launches it.
     """
 
     num_at_once = sys.maxsize  # a queue takes them all
     is_at_once = True
+    copies_frames = False
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, wake: Wake) -> None:
         super().__init__(wake)
@@ -216,6 +218,10 @@ class DevicePacker:
         for each in classes:
             side = bind_side(each.sink, self._memories)
             copier.warm_unpack(side, stream).synchronize()
+
+    @property
+    def copies_frames(self) -> bool:
+        return self._num_bounces > 0
 
     def submit(self, job: ChunkJob) -> None:
         self._jobs[job] = None

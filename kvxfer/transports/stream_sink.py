@@ -258,7 +258,8 @@ class StreamSink(ReceivingSink):
         unfreed, self._unfreed = self._unfreed, set()
         for link in unfreed:  # of the poll before: what ends a read now has to be told first
             self._perform(link, link.reads.free_placed())
-        self._take_unpacked()
+        if not self._packer.copies_frames:  # else it gets first what it can copy meanwhile
+            self._take_unpacked()
         for socket, _ in self._poller.poll(0):
             found = self._by_socket.get(socket)
             if found is None:  # dropped on the way

@@ -23,6 +23,7 @@ from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.testing import check_transport
 from kvxfer.testing.cases import CASES, make_move
 from kvxfer.testing.peers import Context, PiecesJob
+from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
@@ -52,6 +53,7 @@ from tests.transports.pair import (
     a_move,
     connections_of,
     key_of,
+    link_of,
     load,
     read_request,
     send_request,
@@ -231,12 +233,17 @@ def opened() -> threading.Event:
     return threading.Event()
 
 
-@pytest.fixture
-def held(opened: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """Only the sink has pinned buffers, ten of them, and there are eight slots."""
+@pytest.fixture(params=[8])
+def held(
+    request: pytest.FixtureRequest, opened: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    """Only the sink has pinned buffers, ten of them. There are so many slots, and eight chunks
+    wait for the copy thread.
+    """
     use_source(monkeypatch, "zmq", partial(_made, StreamSource, _reaching))
     use_sink(monkeypatch, "zmq", partial(_made, StreamSink, _with_ten_buffers))
-    pair, entered = Pair(msgspec.structs.replace(ZMQ, staging_slots=8)), threading.Event()
+    config = msgspec.structs.replace(ZMQ, staging_slots=request.param, chunk_nbytes=1 << 20)
+    pair, entered = Pair(config), threading.Event()
 
     def pieces() -> Iterator[None]:
         entered.set()
@@ -247,7 +254,7 @@ def held(opened: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     assert entered.wait(120)
     pair.sink.attach(pair.manifest)
     pair.start(key_of(1), a_move())
-    pair.until(lambda: len(_packer(pair.sink)._to_copy._waiting) == 8)
+    pair.until(lambda: len(_packer(pair.sink)._to_copy._waiting) >= 8)
     yield pair
     opened.set()
     pair.close()
@@ -367,6 +374,42 @@ def test_chunks_that_wait_are_copied_four_by_a_call(
     assert copied[:2] == [4, 4]
     assert sum(copied) >= 9
     assert max(copied) == 4
+
+
+@pytest.mark.parametrize("held", [32], indirect=True)
+def test_what_has_come_is_to_be_copied_before_what_was_copied_is_launched(
+    held: Pair, opened: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer, source, seen = _packer(held.sink), held.source, list[str]()
+    asked = read_request(key_of(1), a_move(), held.manifest)
+    chunks = chunk_list(asked.pull_classes, asked.chunk_nbytes, asked.part_tokens)
+    held.until(lambda: len(packer._jobs) == len(chunks))
+    num_copied = len(packer._to_copy._waiting)
+    opened.set()
+    deadline_s = time.monotonic() + 120.0
+    while packer._copied._items.qsize() < num_copied:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    held.start(key_of(2), a_move(2))
+    (dealer,) = link_of(held).dealers
+    while not dealer.socket.poll(0):  # only the source works
+        for completion in source.poll():
+            if isinstance(completion, Packed):
+                source.send_packed(completion.key, completion.sequence)
+    for name in ("submit", "_launch"):
+        monkeypatch.setattr(packer, name, _noted(seen, name, getattr(packer, name)))
+    held.seen.extend(held.sink.poll())
+    assert seen[0] == "submit"
+    assert "_launch" in seen
+    assert isinstance(held.end(key_of(2)), ReadDone)
+
+
+def _noted(seen: list[str], name: str, call: Callable[..., None]) -> Callable[..., None]:
+    def noting(*args: object) -> None:
+        seen.append(name)
+        call(*args)
+
+    return noting
 
 
 def test_chunks_of_a_stopped_read_are_not_copied_but_waited_for(
@@ -666,15 +709,8 @@ def test_what_is_packed_leaves_before_more_is_packed(
     packer, source = _packer(pair.source), pair.source
     pack, send = packer.submit, source.send_packed
 
-    def noted(name: str, call: Callable[..., None]) -> Callable[..., None]:
-        def noting(*args: object) -> None:
-            seen.append(name)
-            call(*args)
-
-        return noting
-
-    monkeypatch.setattr(packer, "submit", noted("pack", pack))
-    monkeypatch.setattr(source, "send_packed", noted("send", send))
+    monkeypatch.setattr(packer, "submit", _noted(seen, "pack", pack))
+    monkeypatch.setattr(source, "send_packed", _noted(seen, "send", send))
     pair.sink.submit_expect(read_request(key_of(1), a_move(), pair.manifest))
     source.submit_send(send_request(key_of(1), a_move()))
     assert isinstance(pair.end(key_of(1)), ReadDone)
