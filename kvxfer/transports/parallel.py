@@ -112,10 +112,9 @@ def make_copier(
     (:class:`~kvxfer.transports.stream_packing.DevicePacker`), with a core for each.
     ``small_nbytes``: as :class:`CopyThread` has it.
     """
-    number = num_streams(config)
-    num_cores = number if device.type == "cuda" else 1
-    if number == 1:
+    if (number := num_streams(config)) == 1:
         return CopyThread(small_nbytes=small_nbytes)
+    num_cores = number if device.type == "cuda" else 1
     return CopyThreads(number, small_nbytes=small_nbytes, num_cores=num_cores)
 
 

@@ -24,15 +24,9 @@ class WakeUp:
         self._file = open(number, "r+b", buffering=0)  # noqa: SIM115  # until ``close``
         self.fd = number
         """Can be read after a wake, until it is cleared."""
-        self._is_set = False
 
     def __call__(self) -> None:
-        """Make ``fd`` readable. From any thread. Where it is so already this costs no system call,
-        in which the interpreter might go to another thread.
-        """
-        if self._is_set:
-            return
-        self._is_set = True
+        """Make ``fd`` readable. From any thread."""
         try:
             self._file.write(_ONCE)
         except ValueError:  # closed: nobody will look
@@ -41,7 +35,6 @@ class WakeUp:
     def clear(self) -> None:
         """Reset ``fd``; call it before the look at what the wake was for."""
         self._file.read(8)
-        self._is_set = False  # last: a wake that was not written is seen by the look that follows
 
     def close(self) -> None:
         self._file.close()

@@ -6,7 +6,6 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -29,55 +28,6 @@ def test_a_wake_lasts_until_it_is_cleared() -> None:
     assert is_awake(wake)
     wake.clear()
     assert not is_awake(wake)
-    wake()
-    assert is_awake(wake)
-    wake.close()
-
-
-class Watched:
-    """The file of a wake: what is written, and what happens before and after it is read."""
-
-    def __init__(self, wake: WakeUp, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self.num_writes = 0
-        self._file, self._before, self._after = wake._file, before, after
-        vars(wake)["_file"] = self
-
-    def write(self, content: bytes) -> None:
-        self.num_writes += 1
-        self._file.write(content)
-
-    def read(self, nbytes: int) -> None:
-        self._before()
-        self._file.read(nbytes)
-        self._after()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def test_a_wake_that_is_set_is_not_written_again() -> None:
-    wake = WakeUp()
-    file = Watched(wake, lambda: None, lambda: None)
-    for _ in range(3):
-        wake()
-    assert file.num_writes == 1
-    wake.clear()
-    wake()
-    assert file.num_writes == 2
-    wake.close()
-
-
-@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
-def test_a_wake_while_another_is_cleared_makes_none_unheard(is_before: bool) -> None:
-    """It is itself seen by the look behind the clearing."""
-    wake = WakeUp()
-
-    def nothing() -> None:
-        return
-
-    Watched(wake, wake if is_before else nothing, nothing if is_before else wake)
-    wake()
-    wake.clear()
     wake()
     assert is_awake(wake)
     wake.close()
