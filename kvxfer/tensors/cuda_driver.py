@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self
 import torch
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_MEMORY_TYPE, _HOST = 2, 1  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_HOST
 _BLOCKING_SYNC, _DISABLE_TIMING = 0x1, 0x2  # of events; without the first a core spins
 _NON_BLOCKING = 0x1  # of streams: waits for no other one, nor lets the default one wait
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -40,6 +41,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_void_p, c_size_t, c_void_p),
     "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
     "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
+    "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
     "cuGetErrorString": (c_int, c_void_p),
 }
 
@@ -141,6 +143,12 @@ class Driver:
         base, nbytes = c_uint64(), c_size_t()
         self.call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), address)
         return base.value, nbytes.value
+
+    def is_pinned(self, address: int) -> bool:
+        """Whether it is one of the host's memory that the driver knows; no other has a type."""
+        kind = c_uint()
+        error = self._functions["cuPointerGetAttribute"](byref(kind), _MEMORY_TYPE, address)
+        return not error and kind.value == _HOST
 
     def current(self, device: torch.device) -> CurrentContext:
         """The context of PyTorch's and everybody's memory on this GPU. It is kept for as long as

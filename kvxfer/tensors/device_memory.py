@@ -58,6 +58,13 @@ class MappedMemory:
             close()
 
 
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether it begins in memory of the host that kernels reach. PyTorch, too, asks the driver for
+    that, but lets go of the GIL meanwhile: beside busy threads it took 15 to 27 us, and 2 alone.
+    """
+    return tensor.is_cpu and driver().is_pinned(tensor.data_ptr())
+
+
 class Gpu:
     """A GPU of this process. Tests put something else in its place where there is none."""
 
@@ -70,7 +77,7 @@ class Gpu:
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether kernels may read and write it: memory of this GPU, or pinned memory."""
-        return tensor.device == self.device or (tensor.is_cpu and tensor.is_pinned())
+        return tensor.device == self.device or is_pinned(tensor)
 
     def pinned(self, nbytes: int) -> Tensor:
         """Memory of the host that kernels reach: flat uint8."""

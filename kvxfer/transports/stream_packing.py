@@ -10,7 +10,6 @@ wire.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -47,6 +46,10 @@ some are copied while kernels work on others.
 _COPIED_AT_ONCE = 4
 """Chunks: the link to the GPU carries those of one call while the next is under way. Nine at once
 took 16.9 to 18.3 ms where four took 14.9 to 16.6 (128 MiB, two H200s).
+"""
+_LAUNCH_NBYTES, _LAUNCH_CHUNKS = 16 << 20, 4
+"""That one launch packs or unpacks at most, but at least one chunk. A launch takes the IO thread
+0.1 to 0.2 ms, in which 8 MB go to the host, and a chunk in it 0.1 more.
 """
 RING_NBYTES = 1 << 20
 """For ids and addresses on their way to the GPU; a chunk has a few KB of them."""
@@ -128,26 +131,34 @@ class HostPacker(Mailbox[ChunkJob]):
     """Chunks are copied on the copy thread, small ones at once; those that have ended, of which
     nothing runs any more, lie in it as in a mailbox. For the IO thread, but for ``prepare``.
 
-    ``num_at_once``: after so many submissions, or one that has ended when ``submit`` returns, the
-    IO thread has other work to look at. ``is_at_once``: jobs may have ended then.
-    ``copies_frames``: another thread copies what is submitted, before the IO thread launches it.
+    ``takes_more``: False when the IO thread has other work to look at, until ``begin_turn``.
+    ``is_at_once``: a job may have ended when ``submit`` returns. ``copies_frames``: another thread
+    copies what is submitted, before the IO thread launches it.
     """
 
-    num_at_once = sys.maxsize  # a queue takes them all
     is_at_once = True
     copies_frames = False
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, wake: Wake) -> None:
         super().__init__(wake)
         self.tensors, self._copy_thread = memory.tensors, copy_thread
+        self.takes_more = True
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Nothing: a copy on the CPU needs no compiling."""
+
+    def begin_turn(self) -> None:
+        self.takes_more = True
 
     def submit(self, job: ChunkJob) -> None:
         """Queue it, or copy it now; never blocks."""
         job.packer = self
         self._copy_thread.submit(job)
+        if job.end:
+            self.takes_more = False  # it leaves before the next one is begun
+
+    def launch(self) -> None:
+        """Nothing: the queue takes each at once."""
 
     def cancel(self, job: ChunkJob) -> None:
         self._copy_thread.cancel(job)
@@ -172,10 +183,11 @@ def _make_copier(gpu: Gpu, config: Config | None = None) -> DeviceCopier:
 class DevicePacker:
     """Launches on one GPU, with the same methods. Raises RuntimeError, PyTorch's, where that cannot
     be had.
+
+    In a turn two launches pack: one of one chunk, so that it leaves early, and one of others.
     """
 
     is_at_once = False
-    num_at_once = 2  # a launch takes the IO thread 0.1 ms, in which 30 MB could be on the wire
 
     def __init__(
         self,
@@ -196,6 +208,10 @@ class DevicePacker:
         self._stream = gpu.make_stream()
         self._wake = wake
         self._jobs: dict[ChunkJob, None] = {}
+        self._turn: list[int] = []
+        """Bytes of the chunks that were submitted to be packed since it began."""
+        self._gathered: list[ChunkJob] = []
+        """Like each other, and not launched yet."""
         self._waiting: deque[ChunkJob] = deque()
         self._in_flight: Launches[Sequence[ChunkJob]] = Launches(wake)
         self._copied: Mailbox[ChunkJob] = Mailbox(wake)
@@ -223,8 +239,17 @@ class DevicePacker:
     def copies_frames(self) -> bool:
         return self._num_bounces > 0
 
+    def begin_turn(self) -> None:
+        self._turn.clear()
+
+    @property
+    def takes_more(self) -> bool:
+        return not _fill_a_launch(self._turn[1:])
+
     def submit(self, job: ChunkJob) -> None:
         self._jobs[job] = None
+        if job.order is not None:
+            self._turn.append(job.chunk.nbytes)
         try:
             job.dense = dense = job.take_dense()
             is_reached = self._gpu.reaches(dense)
@@ -233,10 +258,12 @@ class DevicePacker:
         else:
             job.is_by_host = dense.is_cpu
             if is_reached:
-                self._launch(job)
+                self._gather(job)
             else:
                 self._waiting.append(job)
                 self._start_waiting()
+        if len(self._turn) == 1:
+            self.launch()
         self._wake()  # ``drain`` follows, which waits for it
 
     def cancel(self, job: ChunkJob) -> None:
@@ -250,13 +277,21 @@ class DevicePacker:
         if self._ended:
             self._wake()
 
+    def launch(self) -> None:
+        """What was submitted and not yet launched."""
+        gathered, self._gathered = self._gathered, []
+        if gathered:
+            self._launch(*gathered)
+
     def drain(self) -> Iterator[ChunkJob]:
+        self.launch()
         self._take_copied(self._copied.drain())
         self._advance()
         for _ in range(len(self._ended)):
             yield self._ended.popleft()
 
     def take(self) -> ChunkJob:
+        self.launch()
         while not self._ended:
             if len(self._in_flight):
                 try:
@@ -273,11 +308,20 @@ class DevicePacker:
 
     # -- kernels
 
+    def _gather(self, job: ChunkJob) -> None:
+        """To be launched with others that are like it."""
+        if self._gathered and _likeness(self._gathered[0]) != _likeness(job):
+            self.launch()
+        self._gathered.append(job)
+        if _fill_a_launch([each.chunk.nbytes for each in self._gathered]):
+            self.launch()
+
     def _launch(self, *jobs: ChunkJob) -> None:
-        """By one launch; several unpack chunks of one class and of the same tokens."""
+        """By one launch; several are of one class and of the same tokens."""
         if self._broken:
             for job in jobs:
-                self._end(job, RuntimeError(self._broken))
+                if job in self._jobs:  # others ended when it broke
+                    self._end(job, RuntimeError(self._broken))
             return
         first, event = jobs[0], None
         try:
@@ -285,12 +329,11 @@ class DevicePacker:
             if first.after is not None and first.after is not self._waited:
                 self._copier.wait(stream, first.after)
                 self._waited = first.after  # for all that comes behind it on the stream
-            regions, tokens = first.span
+            tokens = first.span[1]
+            pieces = [(job.span[0], job.near) for job in jobs]
             if first.order is not None:
-                where = (first.order, regions, tokens, first.near)
-                launched = self._copier.pack(side, ids, *where, stream=stream)
+                launched = self._copier.pack(side, ids, first.order, tokens, *pieces, stream=stream)
             else:
-                pieces = [(job.span[0], job.near) for job in jobs]
                 launched = self._copier.unpack(side, ids, tokens, *pieces, stream=stream)
             event = launched.event
         except (RuntimeError, ValueError) as exc:
@@ -344,6 +387,7 @@ class DevicePacker:
             if not job.is_copying:
                 self._end(job, error)
         self._waiting.clear()
+        self._gathered.clear()
 
     # -- pinned buffers
 
@@ -358,9 +402,10 @@ class DevicePacker:
                 self._end(job, exc)
                 continue
             if job.order is not None:
-                self._launch(job)
+                self._gather(job)
             else:
                 self._copy(job)
+        self.launch()
 
     def _take_bounce(self, nbytes: int) -> Tensor:
         """One that is free and large enough, or a new one (in the place of a smaller one)."""
@@ -383,8 +428,7 @@ class DevicePacker:
         ready: dict[Hashable, list[ChunkJob]] = {}
         for job in copied:
             if job.order is None and job.error is None and not job.cancelled:
-                alike = (job.key, job.chunk.class_index, job.span[1])
-                ready.setdefault(alike, []).append(job)
+                ready.setdefault(_likeness(job), []).append(job)
                 continue
             self._end(job)
         for jobs in ready.values():
@@ -406,6 +450,15 @@ class DevicePacker:
         else:
             job.end = CopyEnd.CANCELLED if job.cancelled else CopyEnd.DONE
         self._ended.append(job)
+
+
+def _fill_a_launch(sizes: Sequence[int]) -> bool:
+    return len(sizes) >= _LAUNCH_CHUNKS or sum(sizes) >= _LAUNCH_NBYTES
+
+
+def _likeness(job: ChunkJob) -> Hashable:
+    """The same of jobs that one launch can do."""
+    return job.key, job.chunk.class_index, job.span[1], job.order is None, job.is_by_host
 
 
 class _BounceQueue:

@@ -6,7 +6,6 @@ A transfer waits until a connection names its nonce; from then on it belongs to 
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -136,7 +135,7 @@ class StreamSource(SendingSource):
         """Those that have slots which the pipe still sends."""
         self._unpumped: dict[Connection, None] = {}
         """Those that may have room for more than was begun in this turn, in their order."""
-        self._num_begun = self._num_jobs = 0
+        self._num_jobs = 0
         self._sockets = (self._router.socket, self._router.monitor)
 
     def _listen(self, config: Config, context: Context) -> Router:
@@ -283,21 +282,23 @@ class StreamSource(SendingSource):
             if self._unpumped:
                 self._wake()
             return
-        self._num_begun = 0
+        self._packer.begin_turn()
         unpumped, self._unpumped = self._unpumped, {}
         for connection in unpumped:
             self._pump(connection)
 
     def _pump(self, connection: Connection) -> None:
         """Give free slots to the connection's transfers in turn, as many as the packer takes."""
-        while not connection.is_lost and self._num_begun < self._packer.num_at_once:
+        while not connection.is_lost and self._packer.takes_more:
             fill = connection.sends.next_fill()
             if fill is None:
-                return
+                break
             self._pack(connection, fill)
-        if not connection.is_lost and connection.sends.has_more:
-            self._unpumped[connection] = None
-            self._wake()
+        else:
+            if not connection.is_lost and connection.sends.has_more:
+                self._unpumped[connection] = None
+                self._wake()
+        self._packer.launch()
 
     def _pack(self, connection: Connection, fill: Fill) -> None:
         transfer, chunk = self._transfers[fill.key], fill.chunk
@@ -312,8 +313,6 @@ class StreamSource(SendingSource):
         job.is_awaited = connection.table.num_busy == 1
         self._num_jobs += 1
         self._packer.submit(job)
-        # What was packed at once leaves before the next one is begun.
-        self._num_begun = sys.maxsize if job.end else self._num_begun + 1
 
     def _on_packed(self, job: ChunkJob) -> None:
         connection, sequence, is_packed = job.owner, job.chunk.sequence, job.end is CopyEnd.DONE
@@ -395,7 +394,7 @@ class StreamSource(SendingSource):
 
     def poll(self) -> list[SourceCompletion]:
         if not (self._num_jobs or self._unpumped):
-            self._num_begun = 0  # a new turn, and nobody waits for it
+            self._packer.begin_turn()  # nobody waits for it
         for frames in self._router.poll():
             self._on_message(bytes(frames[0].buffer), frames)
         self._lose_gone()

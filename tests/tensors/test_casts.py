@@ -168,14 +168,14 @@ def by_kernel(move: Move, chunk_nbytes: int) -> int:
     else:
         chunks = move.chunks(chunk_nbytes)
         for (_, tokens), alike in groupby(chunks, key=lambda each: (id(each[1]), each[-1][1])):
-            group, pieces = list(alike), []
-            for source, _, ids, order, nbytes, span in group:
-                dense = torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE)
-                side = bind_side(source, sources)
-                done = copier.pack(side, ids[0], order, *span, dense, stream=stream)
-                pieces.append((span[0], dense))
-                total += done.nbytes
-            _, sink, ids, *_ = group[0]
+            group = list(alike)
+            source, sink, ids, order, *_ = group[0]
+            pieces = [
+                (regions, torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE))
+                for *_, nbytes, (regions, _) in group
+            ]
+            side = bind_side(source, sources)
+            total += copier.pack(side, ids[0], order, tokens, *pieces, stream=stream).nbytes
             copier.unpack(bind_side(sink, sinks), ids[1], tokens, *pieces, stream=stream)
             copier.mark(stream).synchronize()  # the chunks are freed
     copier.mark(stream).synchronize()

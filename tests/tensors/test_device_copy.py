@@ -120,18 +120,17 @@ def check_chunks(case: Case, chunk_tokens: int) -> None:
         order = copy_class.sink.tile.order
         for lo in range(case.token_lo, case.token_hi, chunk_tokens):
             tokens, cut = (lo, min(lo + chunk_tokens, case.token_hi)), lo % num_regions
-            wanted, pieces = {}, []
-            for regions in ((cut, min(cut + 2, num_regions)), (0, cut)):
-                if regions[0] < regions[1]:
-                    wanted[regions] = naive_dense(case, source, planes, *regions, *tokens)
-                    dense = packed(copier, sides[0], source.ids, order, regions, tokens)
-                    assert_same_bytes([dense.cpu().numpy()], [wanted[regions]])
-                    pieces.append((regions, dense))
+            wanted = {
+                regions: naive_dense(case, source, planes, *regions, *tokens)
+                for regions in ((cut, min(cut + 2, num_regions)), (0, cut))
+                if regions[0] < regions[1]
+            }
+            pieces = packed(copier, sides[0], source.ids, order, tokens, *wanted)
+            assert_same_bytes([dense.cpu().numpy() for _, dense in pieces], [*wanted.values()])
             done = copier.unpack(sides[1], sink.ids, tokens, *pieces, stream=new_stream())
             over(done, sum(want.size for want in wanted.values()))
-            for regions, want in wanted.items():
-                back = packed(copier, sides[1], sink.ids, order, regions, tokens)
-                assert_same_bytes([back.cpu().numpy()], [want])
+            pieces = packed(copier, sides[1], sink.ids, order, tokens, *wanted)
+            assert_same_bytes([dense.cpu().numpy() for _, dense in pieces], [*wanted.values()])
     whole = expected(case, source, sink)
     for got, full, first in zip(taken.arrays, whole, sink.memories, strict=True):
         assert not (got[full == first] != first[full == first]).any()
@@ -142,14 +141,16 @@ def packed(
     side: BoundSide,
     ids: Ids,
     order: DenseOrder,
-    regions: tuple[int, int],
     tokens: tuple[int, int],
-) -> torch.Tensor:
-    """The chunk, of which nothing was left to chance."""
-    nbytes = (regions[1] - regions[0]) * (tokens[1] - tokens[0]) * side.dense_token_nbytes
-    out = torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE)
-    over(copier.pack(side, ids, order, regions, tokens, out, stream=new_stream()), nbytes)
-    return out
+    *spans: tuple[int, int],
+) -> list[tuple[tuple[int, int], torch.Tensor]]:
+    """A chunk of the regions of each span, of which nothing was left to chance."""
+    region_nbytes = (tokens[1] - tokens[0]) * side.dense_token_nbytes
+    sizes = [(hi - lo) * region_nbytes for lo, hi in spans]
+    chunks = [torch.full((size,), POISON, dtype=torch.uint8, device=DEVICE) for size in sizes]
+    pieces = list(zip(spans, chunks, strict=True))
+    over(copier.pack(side, ids, order, tokens, *pieces, stream=new_stream()), sum(sizes))
+    return pieces
 
 
 def over(done: Launched, nbytes: int) -> None:
@@ -394,21 +395,21 @@ def test_chunks_are_checked() -> None:
     side = bind_side(small.copy_class.sink, small.taken.memories)
     copier, ids = DeviceCopier(DEVICE), small.sink.ids
     dense = torch.zeros(2 * 70 * 16, dtype=torch.uint8, device=DEVICE)
-    with pytest.raises(ValueError, match=r"dense: expected 1120 bytes \(1 regions of 1120\)"):
+    with pytest.raises(ValueError, match=r"chunk: expected 1120 bytes \(1 regions of 1120\)"):
         copier.unpack(side, ids, (0, 70), ((0, 1), dense), stream=None)
     with pytest.raises(ValueError, match=r"regions: expected a range of \[0, 6\), got \[5, 7\)"):
         copier.unpack(side, ids, (0, 70), ((5, 7), dense), stream=None)
-    with pytest.raises(ValueError, match="dense: expected a contiguous one-dimensional uint8"):
+    with pytest.raises(ValueError, match="chunk: expected a contiguous one-dimensional uint8"):
         copier.unpack(side, ids, (0, 70), ((0, 2), dense.view(2, -1)), stream=None)
     order = DenseOrder(32, False, channel_nbytes=4)
     with pytest.raises(ValueError, match="order: expected channels of 0 bytes like the tile"):
-        copier.pack(side, ids, order, (0, 2), (0, 70), dense, stream=None)
+        copier.pack(side, ids, order, (0, 70), ((0, 2), dense), stream=None)
     with pytest.raises(ValueError, match=r"block_ids: expected ids in \[0, 6\), got -1"):
         copier.unpack(side, np.full(3, -1), (0, 70), ((0, 2), dense), stream=None)
     if HAS_CUDA:
-        not_pinned = "out: expected a tensor on cuda or in pinned memory, got cpu"
+        not_pinned = "chunk: expected a tensor on cuda or in pinned memory, got cpu"
         with pytest.raises(ValueError, match=not_pinned):
-            copier.pack(side, ids, side.tile.order, (0, 2), (0, 70), dense.cpu(), stream=None)
+            copier.pack(side, ids, side.tile.order, (0, 70), ((0, 2), dense.cpu()), stream=None)
         with pytest.raises(ValueError, match="stream: expected one of cuda, got None"):
             copier.unpack(side, ids, (0, 70), ((0, 2), dense), stream=None)
     assert_same_bytes(small.taken.arrays, small.sink.memories)
@@ -479,7 +480,7 @@ def test_a_chunk_is_packed_by_the_whole_gpu_and_a_pool_read_by_few(
     span, order = ((0, 2), (0, 70)), side.tile.order
     dense = torch.zeros(2 * 70 * 16, dtype=torch.uint8, device=DEVICE)
     kept = launches_of(copier, monkeypatch)
-    copier.pack(side, small.sink.ids, order, *span, dense, stream=stream)
+    copier.pack(side, small.sink.ids, order, span[1], (span[0], dense), stream=stream)
     copier.unpack(side, small.sink.ids, span[1], (span[0], dense), stream=stream)
     assert len(kept) >= 2
     assert all(each.alone for each in kept)
@@ -490,7 +491,7 @@ def test_a_chunk_is_packed_by_the_whole_gpu_and_a_pool_read_by_few(
     if HAS_CUDA:
         kept.clear()
         pinned = torch.zeros_like(dense, device="cpu").pin_memory()
-        copier.pack(side, small.sink.ids, order, *span, pinned, stream=stream)
+        copier.pack(side, small.sink.ids, order, span[1], (span[0], pinned), stream=stream)
         assert not any(each.alone for each in kept)
         torch.cuda.synchronize()
 

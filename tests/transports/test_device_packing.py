@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvxfer.testing.peers import Context, PiecesJob
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
+from kvxfer.transports import stream_packing
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -96,9 +98,18 @@ class HostCopier(DeviceCopier):
                 return Base(index, offset)
         raise AssertionError(f"no memory at {address:#x}")
 
-    def pack(self, side: BoundSide, *chunk: Any, **_: Any) -> Launched:
-        gather(self._tensors, self._side(side), *chunk)
-        return Launched(HostEvent(), chunk[-1].numel())
+    def pack(
+        self,
+        side: BoundSide,
+        block_ids: Any,
+        order: Any,
+        tokens: tuple[int, int],
+        *pieces: Any,
+        **_: Any,
+    ) -> Launched:
+        for regions, dense in pieces:
+            gather(self._tensors, self._side(side), block_ids, order, regions, tokens, dense)
+        return Launched(HostEvent(), sum(dense.numel() for _, dense in pieces))
 
     def unpack(
         self, side: BoundSide, block_ids: Any, tokens: tuple[int, int], *pieces: Any, **_: Any
@@ -275,10 +286,10 @@ def kernel_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @contextmanager
-def _pair(packer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def _pair(packer: Any, monkeypatch: pytest.MonkeyPatch, config: Config = ZMQ) -> Iterator[Pair]:
     use_source(monkeypatch, "zmq", partial(_made, StreamSource, packer))
     use_sink(monkeypatch, "zmq", partial(_made, StreamSink, packer))
-    pair = Pair(ZMQ)
+    pair = Pair(config)
     pair.sink.attach(pair.manifest)
     yield pair
     pair.close()
@@ -349,7 +360,7 @@ def _held(monkeypatch: pytest.MonkeyPatch, method: str, *, is_open: bool = False
 
     def launch(*args: Any, **kwargs: Any) -> Launched:
         launched = inner(*args, **kwargs)
-        num_chunks = len(args) - 4 if method == "unpack" else 1
+        num_chunks = len(args) - (4 if method == "unpack" else 5)
         gates.append(Gate(num_chunks=num_chunks, is_open=is_open))
         return Launched(gates[-1], launched.nbytes)
 
@@ -464,7 +475,7 @@ def test_a_chunk_is_packed_when_its_kernel_is_over(
 ) -> None:
     gates = _held(monkeypatch, "pack")
     pair.start(key_of(1), a_move())
-    pair.until(lambda: len(gates) == 4)
+    pair.until(lambda: _num_chunks(gates) == 4)
     for _ in range(20):
         pair.turn()
     assert not any(isinstance(c, Packed) for c in pair.said)
@@ -689,7 +700,7 @@ def test_only_what_is_not_over_soon_is_waited_for_by_a_thread(
     monkeypatch.undo()
     late = _held(monkeypatch, "pack")
     pair.start(key_of(2), a_move(2))
-    pair.until(lambda: len(late) == 4)
+    pair.until(lambda: _num_chunks(late) == 4)
     pair.source.stop_send(key_of(2))
     pair.sink.stop_read(key_of(2))
     own = threading.current_thread()
@@ -701,11 +712,51 @@ def test_only_what_is_not_over_soon_is_waited_for_by_a_thread(
     assert {thread for gate in packed + unpacked for thread in gate.seen_by} == {own}
 
 
-def test_what_is_packed_leaves_before_more_is_packed(
-    pair: Pair, reaches_host: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def roomy_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """There is a slot for each chunk."""
+    config = msgspec.structs.replace(ZMQ, staging_slots=32)
+    with _pair(partial(quick_packer, reaches_host=reaches_host), monkeypatch, config) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("reaches_host", [True], indirect=True, ids=["reaches staging"])
+def test_one_chunk_is_packed_first_and_four_by_the_next_launch(
+    roomy_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four slots are free, and a launch takes the IO thread a while."""
-    seen: list[str] = []
+    pair, gates = roomy_pair, _held(monkeypatch, "pack", is_open=True)
+    pair.start(key_of(1), a_move())
+    assert isinstance(pair.end(key_of(1)), ReadDone)
+    assert pair.content() == pair.expected(a_move())
+    asked = read_request(key_of(1), a_move(), pair.manifest)
+    chunks = chunk_list(asked.pull_classes, asked.chunk_nbytes, asked.part_tokens)
+    expected = list[int]()
+    for turn in range(0, len(chunks), 5):
+        alike = groupby(
+            chunks[turn + 1 : turn + 5], key=lambda each: (each.class_index, each.token_lo)
+        )
+        expected += 1, *(len(list(group)) for _, group in alike)
+    assert [gate.num_chunks for gate in gates] == expected
+    assert max(expected) > 2
+
+
+def test_a_launch_packs_no_more_than_fits_beside_the_sends(
+    roomy_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_packing, "_LAUNCH_NBYTES", 1)
+    gates = _held(monkeypatch, "pack", is_open=True)
+    pair = roomy_pair
+    pair.start(key_of(1), a_move())
+    assert isinstance(pair.end(key_of(1)), ReadDone)
+    assert {gate.num_chunks for gate in gates} == {1}
+
+
+@pytest.mark.parametrize("reaches_host", [True], indirect=True, ids=["reaches staging"])
+def test_what_is_packed_leaves_before_more_is_packed(
+    roomy_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have slots, and a launch takes the IO thread a while."""
+    pair, seen = roomy_pair, list[str]()
     packer, source = _packer(pair.source), pair.source
     pack, send = packer.submit, source.send_packed
 
@@ -715,8 +766,7 @@ def test_what_is_packed_leaves_before_more_is_packed(
     source.submit_send(send_request(key_of(1), a_move()))
     assert isinstance(pair.end(key_of(1)), ReadDone)
     assert seen.count("pack") == seen.count("send") >= 9
-    # Of four that there is room for; through pinned buffers a pack takes another turn.
-    assert seen.index("send") == (2 if reaches_host else 4)
+    assert seen.index("send") == 5
 
 
 def test_preparing_compiles_and_writes_nothing(pair: Pair) -> None:
