@@ -153,6 +153,8 @@ class RankEngine:
         """Run the script on the driver, and every step of it on all ranks; the others return None
         when it has ended, well or not.
         """
+        # The first sum connects the ranks; beside other tests on GPUs that took longer than a load
+        self.seat.team.sum(torch.zeros(TENSOR_LENGTH, device=self.device))
         if not self.seat.is_driver:
             self._follow()
             return None

@@ -174,7 +174,7 @@ def by_kernel(move: Move, chunk_nbytes: int) -> int:
                 (regions, torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE))
                 for *_, nbytes, (regions, _) in group
             ]
-            side = bind_side(source, sources)
+            side, stream = bind_side(source, sources), new_stream()  # behind the poison
             total += copier.pack(side, ids[0], order, tokens, *pieces, stream=stream).nbytes
             copier.unpack(bind_side(sink, sinks), ids[1], tokens, *pieces, stream=stream)
             copier.mark(stream).synchronize()  # the chunks are freed
