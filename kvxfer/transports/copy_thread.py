@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from operator import attrgetter
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -61,7 +61,8 @@ class CopyJob(ABC):
     ``on_end`` is called exactly once, on the copy thread or in the caller of ``cancel`` or
     ``close``; it must only note the end and wake the thread that waits for it. A piece may read
     ``cancelled`` more often; ``has_successor``: at its end another job of the lane follows.
-    ``is_awaited``: nothing else of its connection is under way meanwhile.
+    ``is_awaited``: nothing else of its connection is under way meanwhile. ``lets_others_run``: its
+    pieces let go of the interpreter for long.
 
     Args:
         work_nbytes: how long the job takes, as bytes (:func:`work_of`); None if unknown.
@@ -71,6 +72,8 @@ class CopyJob(ABC):
         *("cancelled", "end", "error", "has_successor", "is_awaited", "lane"),
         "work_nbytes",
     )
+
+    lets_others_run: ClassVar = False
 
     def __init__(self, lane: Hashable, work_nbytes: int | None = None) -> None:
         self.lane = lane
@@ -192,8 +195,10 @@ class CopyThread:
             end = self._put_back(job, end)
             if end is not None:
                 _tell(job, end, error)
+            lets_run = job.lets_others_run
             del job, error  # an idle thread keeps no KV memory and no mapping alive
-            self._let_others_run()
+            if not lets_run:
+                self._let_others_run()
 
     def _let_others_run(self) -> None:
         """Sleep ASIDE_S once this thread has run for ALONE_S without waiting."""

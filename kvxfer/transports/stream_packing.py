@@ -387,7 +387,6 @@ class DevicePacker:
             if not job.is_copying:
                 self._end(job, error)
         self._waiting.clear()
-        self._gathered.clear()
 
     # -- pinned buffers
 
@@ -501,6 +500,7 @@ class _BounceJob(CopyJob):
     """As long as any chunk waits."""
 
     __slots__ = ("_queue",)
+    lets_others_run = True
 
     def __init__(self, queue: _BounceQueue) -> None:
         super().__init__(queue)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import threading
 import time
 from typing import TypeVar
 
@@ -15,32 +16,41 @@ T = TypeVar("T")
 _ONCE = (1).to_bytes(8, "little")  # eventfd(2): eight bytes, added to a counter
 
 
+_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter
+_libc.write.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
+
+
 class WakeUp:
-    """A descriptor that can be read after a wake."""
+    """A descriptor that can be read after a wake.
+
+    To wake keeps the interpreter, which a busy thread would not give back to the one that wakes it:
+    beside one that never sleeps, that one had 1.1 turns for each of the other's, and 1.8 so.
+    """
 
     def __init__(self) -> None:
         # A file, which knows that it is closed: its number may be another one's by then
         number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._file = open(number, "r+b", buffering=0)  # noqa: SIM115  # until ``close``
+        self._lock = threading.RLock()
         self.fd = number
         """Can be read after a wake, until it is cleared."""
 
     def __call__(self) -> None:
         """Make ``fd`` readable. From any thread."""
-        try:
-            self._file.write(_ONCE)
-        except ValueError:  # closed: nobody will look
-            return
+        with self._lock:
+            if not self._file.closed:  # else nobody will look
+                _libc.write(self.fd, _ONCE, len(_ONCE))
 
     def clear(self) -> None:
         """Reset ``fd``; call it before the look at what the wake was for."""
         self._file.read(8)
 
     def close(self) -> None:
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
 
-_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter; from Python 3.13 on os has them
+# From Python 3.13 on os has the calls of a timer
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # TFD_NONBLOCK and TFD_CLOEXEC
 
 

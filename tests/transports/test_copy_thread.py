@@ -287,12 +287,13 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("num_jobs", "num_pieces", "piece_s", "slept_at_s"),
+    ("num_jobs", "num_pieces", "piece_s", "lets_run", "slept_at_s"),
     [
-        (4, 1, 0.0012, [0.0012, 0.0024, 0.0036, 0.0048]),
-        (2, 2, 0.0012, [0.0012, 0.0024, 0.0036, 0.0048]),
-        (9, 1, 0.0003, [0.0012, 0.0024]),
-        (3, 1, 0.0003, []),
+        (4, 1, 0.0012, False, [0.0012, 0.0024, 0.0036, 0.0048]),
+        (2, 2, 0.0012, False, [0.0012, 0.0024, 0.0036, 0.0048]),
+        (9, 1, 0.0003, False, [0.0012, 0.0024]),
+        (3, 1, 0.0003, False, []),
+        (2, 2, 0.0012, True, [0.0012]),  # behind what kept the thread busy
     ],
 )
 def test_others_run_between_copies_that_follow_each_other(
@@ -300,6 +301,7 @@ def test_others_run_between_copies_that_follow_each_other(
     num_jobs: int,
     num_pieces: int,
     piece_s: float,
+    lets_run: bool,
     slept_at_s: list[float],
 ) -> None:
     clock = Clock()
@@ -309,6 +311,7 @@ def test_others_run_between_copies_that_follow_each_other(
     stage.gate()
 
     class Slow(CopyJob):
+        lets_others_run = lets_run
         left = 0
 
         def run(self) -> bool:

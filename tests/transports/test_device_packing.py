@@ -27,7 +27,7 @@ from kvxfer.testing.peers import Context, PiecesJob
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import stream_packing
+from kvxfer.transports import copy_thread, stream_packing
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -371,8 +371,11 @@ def _held(monkeypatch: pytest.MonkeyPatch, method: str, *, is_open: bool = False
 def test_chunks_that_wait_are_copied_four_by_a_call(
     held: Pair, opened: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied: list[int] = []
+    copied, slept = list[int](), list[float]()
     copy = torch._foreach_copy_
+    monkeypatch.setattr(copy_thread, "ALONE_S", 0.0)
+    clock = SimpleNamespace(**vars(time) | {"sleep": slept.append})
+    monkeypatch.setattr(copy_thread, "time", clock)
 
     def counted(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
         copied.append(len(to))
@@ -385,6 +388,7 @@ def test_chunks_that_wait_are_copied_four_by_a_call(
     assert copied[:2] == [4, 4]
     assert sum(copied) >= 9
     assert max(copied) == 4
+    assert len(slept) <= 2  # after both pieces of what kept the thread busy
 
 
 @pytest.mark.parametrize("held", [32], indirect=True)
@@ -561,6 +565,35 @@ def test_a_gpu_that_fails_at_a_launch_ends_what_was_to_be_launched_behind_it(
     assert len(several_copied) == 2
     pair.source.stop_send(key_of(1))
     assert _is_at_rest(_packer(pair.sink), reaches_host=False)
+
+
+@pytest.mark.parametrize("reaches_host", [True], indirect=True, ids=["reaches staging"])
+def test_a_gpu_that_fails_at_a_launch_ends_what_was_to_be_packed_behind_it(
+    roomy_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, launched, move = roomy_pair, list[int](), make_move(CASES[2], 1)
+    pack, mark = HostCopier.pack, HostCopier.mark
+
+    def fail_second(*args: Any, **kwargs: Any) -> Launched:
+        launched.append(len(args) - 5)
+        if len(launched) > 1:
+            raise RuntimeError("an illegal memory access")
+        return pack(*args, **kwargs)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if len(launched) > 1:
+            raise RuntimeError("an illegal memory access")
+        return mark(*args, **kwargs)
+
+    monkeypatch.setattr(HostCopier, "pack", fail_second)
+    monkeypatch.setattr(HostCopier, "mark", fail)
+    pair.start(key_of(1), move)  # the chunks are not all alike
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+    assert launched == [1, 2]  # and the others never
+    assert SendStopped(key_of(1), Reason.READ_FAILED) in pair.said
+    assert _is_at_rest(_packer(pair.source), reaches_host=True)
+    pair.sink.stop_read(key_of(1))
+    assert isinstance(pair.end(key_of(1)), ReadStopped)
 
 
 def test_a_stopped_read_waits_for_the_kernels_that_write_the_pool(
