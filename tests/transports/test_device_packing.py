@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ from kvxfer.testing.peers import Context, PiecesJob
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import copy_thread, stream_packing
+from kvxfer.transports import copy_thread
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -41,7 +41,12 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import Copier, CopyThread, Mailbox
 from kvxfer.transports.pipe import CHUNK_S, Pipe
-from kvxfer.transports.stream_packing import DevicePacker, _BounceQueue, make_packer
+from kvxfer.transports.stream_packing import (
+    DevicePacker,
+    _BounceQueue,
+    _fill_a_launch,
+    make_packer,
+)
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
@@ -373,8 +378,10 @@ def test_chunks_that_wait_are_copied_four_by_a_call(
 ) -> None:
     copied, slept = list[int](), list[float]()
     copy = torch._foreach_copy_
-    monkeypatch.setattr(copy_thread, "ALONE_S", 0.0)
-    clock = SimpleNamespace(**vars(time) | {"sleep": slept.append})
+    moments = count()  # it is a second later whenever anybody looks
+    clock = SimpleNamespace(
+        perf_counter=lambda: next(moments), monotonic=time.monotonic, sleep=slept.append
+    )
     monkeypatch.setattr(copy_thread, "time", clock)
 
     def counted(to: list[torch.Tensor], of: list[torch.Tensor]) -> None:
@@ -773,15 +780,12 @@ def test_one_chunk_is_packed_first_and_four_by_the_next_launch(
     assert max(expected) > 2
 
 
-def test_a_launch_packs_no_more_than_fits_beside_the_sends(
-    roomy_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_packing, "_LAUNCH_NBYTES", 1)
-    gates = _held(monkeypatch, "pack", is_open=True)
-    pair = roomy_pair
-    pair.start(key_of(1), a_move())
-    assert isinstance(pair.end(key_of(1)), ReadDone)
-    assert {gate.num_chunks for gate in gates} == {1}
+def test_a_launch_has_four_chunks_or_16_mib() -> None:
+    mib = 1 << 20
+    for sizes in ([], [mib] * 3, [8 * mib], [7 * mib, 8 * mib]):
+        assert not _fill_a_launch(sizes)
+    for sizes in ([1] * 4, [16 * mib], [8 * mib] * 2, [64 * mib]):
+        assert _fill_a_launch(sizes)
 
 
 @pytest.mark.parametrize("reaches_host", [True], indirect=True, ids=["reaches staging"])
