@@ -51,6 +51,8 @@ _LAUNCH_NBYTES, _LAUNCH_CHUNKS = 16 << 20, 4
 """That one launch packs or unpacks at most, but at least one chunk. A launch takes the IO thread
 0.1 to 0.2 ms, in which 8 MB go to the host, and a chunk in it 0.1 more.
 """
+_LAUNCHES_OF_TURN = 2
+"""Then what is packed leaves: meanwhile the next launch is over."""
 RING_NBYTES = 1 << 20
 """For ids and addresses on their way to the GPU; a chunk has a few KB of them."""
 MAX_BOUND = 1024
@@ -184,7 +186,8 @@ class DevicePacker:
     """Launches on one GPU, with the same methods. Raises RuntimeError, PyTorch's, where that cannot
     be had.
 
-    In a turn two launches pack: one of one chunk, so that it leaves early, and one of others.
+    In a turn two launches pack, one of one chunk, so that it leaves early, and one of others; a
+    third one only what was submitted and is not like these.
     """
 
     is_at_once = False
@@ -208,8 +211,7 @@ class DevicePacker:
         self._stream = gpu.make_stream()
         self._wake = wake
         self._jobs: dict[ChunkJob, None] = {}
-        self._turn: list[int] = []
-        """Bytes of the chunks that were submitted to be packed since it began."""
+        self._num_launched = 0  # in this turn
         self._gathered: list[ChunkJob] = []
         """Like each other, and not launched yet."""
         self._waiting: deque[ChunkJob] = deque()
@@ -240,16 +242,14 @@ class DevicePacker:
         return self._num_bounces > 0
 
     def begin_turn(self) -> None:
-        self._turn.clear()
+        self._num_launched = 0
 
     @property
     def takes_more(self) -> bool:
-        return not _fill_a_launch(self._turn[1:])
+        return self._num_launched < _LAUNCHES_OF_TURN
 
     def submit(self, job: ChunkJob) -> None:
         self._jobs[job] = None
-        if job.order is not None:
-            self._turn.append(job.chunk.nbytes)
         try:
             job.dense = dense = job.take_dense()
             is_reached = self._gpu.reaches(dense)
@@ -262,7 +262,7 @@ class DevicePacker:
             else:
                 self._waiting.append(job)
                 self._start_waiting()
-        if len(self._turn) == 1:
+        if job.order is not None and not self._num_launched:
             self.launch()
         self._wake()  # ``drain`` follows, which waits for it
 
@@ -281,6 +281,7 @@ class DevicePacker:
         """What was submitted and not yet launched."""
         gathered, self._gathered = self._gathered, []
         if gathered:
+            self._num_launched += 1
             self._launch(*gathered)
 
     def drain(self) -> Iterator[ChunkJob]:
@@ -313,7 +314,8 @@ class DevicePacker:
         if self._gathered and _likeness(self._gathered[0]) != _likeness(job):
             self.launch()
         self._gathered.append(job)
-        if _fill_a_launch([each.chunk.nbytes for each in self._gathered]):
+        sizes = [each.chunk.nbytes for each in self._gathered]
+        if len(sizes) >= _LAUNCH_CHUNKS or sum(sizes) >= _LAUNCH_NBYTES:
             self.launch()
 
     def _launch(self, *jobs: ChunkJob) -> None:
@@ -449,10 +451,6 @@ class DevicePacker:
         else:
             job.end = CopyEnd.CANCELLED if job.cancelled else CopyEnd.DONE
         self._ended.append(job)
-
-
-def _fill_a_launch(sizes: Sequence[int]) -> bool:
-    return len(sizes) >= _LAUNCH_CHUNKS or sum(sizes) >= _LAUNCH_NBYTES
 
 
 def _likeness(job: ChunkJob) -> Hashable:

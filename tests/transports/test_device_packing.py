@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count, groupby
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ from kvxfer.testing import check_transport
 from kvxfer.testing.cases import CASES, make_move
 from kvxfer.testing.peers import Context, PiecesJob
 from kvxfer.transfer.chunks import chunk_list
-from kvxfer.transfer.plan import Base, Side
+from kvxfer.transfer.plan import Base, Chunk, Side
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import copy_thread
 from kvxfer.transports.base import (
@@ -41,12 +42,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import Copier, CopyThread, Mailbox
 from kvxfer.transports.pipe import CHUNK_S, Pipe
-from kvxfer.transports.stream_packing import (
-    DevicePacker,
-    _BounceQueue,
-    _fill_a_launch,
-    make_packer,
-)
+from kvxfer.transports.stream_packing import ChunkJob, DevicePacker, _BounceQueue, make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
@@ -378,7 +374,8 @@ def test_chunks_that_wait_are_copied_four_by_a_call(
 ) -> None:
     copied, slept = list[int](), list[float]()
     copy = torch._foreach_copy_
-    moments = count()  # it is a second later whenever anybody looks
+    # It is a second later whenever anybody looks
+    moments = count(int(time.perf_counter()) + 10)
     clock = SimpleNamespace(
         perf_counter=lambda: next(moments), monotonic=time.monotonic, sleep=slept.append
     )
@@ -760,6 +757,24 @@ def roomy_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield pair
 
 
+def _launches(chunks: Sequence[Chunk]) -> Iterator[int]:
+    """Of how many chunks each is, turn by turn: of one; of those that follow and are like each
+    other, four at most; and of the one that is not like them, where they were fewer.
+    """
+    rest = deque(chunks)
+    while rest:
+        rest.popleft()
+        yield 1
+        alike: list[Chunk] = []
+        while rest and len(alike) < 4 and rest[0].token_lo == (alike or rest)[0].token_lo:
+            alike.append(rest.popleft())
+        if alike:
+            yield len(alike)
+        if rest and len(alike) < 4:
+            rest.popleft()
+            yield 1
+
+
 @pytest.mark.parametrize("reaches_host", [True], indirect=True, ids=["reaches staging"])
 def test_one_chunk_is_packed_first_and_four_by_the_next_launch(
     roomy_pair: Pair, monkeypatch: pytest.MonkeyPatch
@@ -770,22 +785,55 @@ def test_one_chunk_is_packed_first_and_four_by_the_next_launch(
     assert pair.content() == pair.expected(a_move())
     asked = read_request(key_of(1), a_move(), pair.manifest)
     chunks = chunk_list(asked.pull_classes, asked.chunk_nbytes, asked.part_tokens)
-    expected = list[int]()
-    for turn in range(0, len(chunks), 5):
-        alike = groupby(
-            chunks[turn + 1 : turn + 5], key=lambda each: (each.class_index, each.token_lo)
-        )
-        expected += 1, *(len(list(group)) for _, group in alike)
+    assert len({chunk.class_index for chunk in chunks}) == 1
+    expected = list(_launches(chunks))
     assert [gate.num_chunks for gate in gates] == expected
     assert max(expected) > 2
 
 
-def test_a_launch_has_four_chunks_or_16_mib() -> None:
-    mib = 1 << 20
-    for sizes in ([], [mib] * 3, [8 * mib], [7 * mib, 8 * mib]):
-        assert not _fill_a_launch(sizes)
-    for sizes in ([1] * 4, [16 * mib], [8 * mib] * 2, [64 * mib]):
-        assert _fill_a_launch(sizes)
+@pytest.mark.parametrize("reaches_host", [True], indirect=True, ids=["reaches staging"])
+@pytest.mark.parametrize(
+    ("chunks", "launched"),
+    [
+        ("1a 8a 8a 8a", "1a, 8a 8a"),
+        ("64a 64a 64a", "64a, 64a"),
+        ("1a 7a 8a 2a 1a", "1a, 7a 8a 2a"),
+        ("1a 1a 1a 1a 1a 1a", "1a, 1a 1a 1a 1a"),
+        ("1a 1b 1a 1b", "1a, 1b, 1a"),
+        ("1a 1a 1b 1b", "1a, 1a, 1b"),
+        ("1a 1a", "1a, 1a"),
+    ],
+)
+def test_a_turn_has_two_launches_of_16_mib_and_what_is_not_like_them(
+    pair: Pair, chunks: str, launched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks by their MiB and their transfer."""
+    packer, seen = _packer(pair.source), list[str]()
+
+    def launch(*jobs: ChunkJob) -> None:
+        seen.append(" ".join(f"{job.chunk.nbytes >> 20}{job.owner}" for job in jobs))
+
+    monkeypatch.setattr(packer, "_launch", launch)
+    move = a_move()
+    first = chunk_list((move.pull,), 1 << 20)[0]
+    packer.begin_turn()
+    for slot, said in enumerate(chunks.split()):
+        if not packer.takes_more:
+            break
+        job = ChunkJob(
+            owner=said[-1],
+            key=key_of(ord(said[-1])),
+            chunk=msgspec.structs.replace(first, nbytes=int(said[:-1]) << 20),
+            slot=slot,
+            side=move.copy_class.source,
+            block_ids=np.zeros(1, np.int64),
+            dense=torch.empty(1, dtype=torch.uint8),
+            order=move.pull.order,
+        )
+        packer.submit(job)
+    packer.launch()
+    assert ", ".join(seen) == launched
+    packer._jobs.clear()
 
 
 @pytest.mark.parametrize("reaches_host", [True], indirect=True, ids=["reaches staging"])
