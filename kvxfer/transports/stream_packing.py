@@ -48,8 +48,8 @@ _COPIED_AT_ONCE = 4
 took 16.9 to 18.3 ms where four took 14.9 to 16.6 (128 MiB, two H200s).
 """
 _LAUNCH_NBYTES, _LAUNCH_CHUNKS = 16 << 20, 4
-"""That one launch packs or unpacks at most, but at least one chunk. A launch takes the IO thread
-0.1 to 0.2 ms, in which 8 MB go to the host, and a chunk in it 0.1 more.
+"""What one launch packs at most, or unpacks from where it came; one chunk at least. A launch takes
+the IO thread 0.1 to 0.2 ms, in which 8 MB go to the host, and each chunk in it 0.1 more.
 """
 _LAUNCHES_OF_TURN = 2
 """Then what is packed leaves: meanwhile the next launch is over."""
