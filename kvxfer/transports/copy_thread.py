@@ -73,7 +73,7 @@ class CopyJob(ABC):
         "work_nbytes",
     )
 
-    lets_others_run: ClassVar = False
+    lets_others_run: ClassVar[bool] = False
 
     def __init__(self, lane: Hashable, work_nbytes: int | None = None) -> None:
         self.lane = lane

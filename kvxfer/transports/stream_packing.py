@@ -428,13 +428,12 @@ class DevicePacker:
         """
         ready: dict[Hashable, list[ChunkJob]] = {}
         for job in copied:
+            job.is_copying = False
             if job.order is None and job.error is None and not job.cancelled:
                 ready.setdefault(_likeness(job), []).append(job)
-                continue
-            self._end(job)
+            else:
+                self._end(job)
         for jobs in ready.values():
-            for job in jobs:
-                job.is_copying = False  # only now: a launch before it that broke the GPU ended none
             self._launch(*jobs)
 
     # -- ends

@@ -294,10 +294,9 @@ class StreamSource(SendingSource):
             if fill is None:
                 break
             self._pack(connection, fill)
-        else:
-            if not connection.is_lost and connection.sends.has_more:
-                self._unpumped[connection] = None
-                self._wake()
+        if not (connection.is_lost or self._packer.takes_more) and connection.sends.has_more:
+            self._unpumped[connection] = None
+            self._wake()
         self._packer.launch()
 
     def _pack(self, connection: Connection, fill: Fill) -> None:

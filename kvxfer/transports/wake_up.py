@@ -14,8 +14,6 @@ from kvxfer.transports.base import Wake
 T = TypeVar("T")
 
 _ONCE = (1).to_bytes(8, "little")  # eventfd(2): eight bytes, added to a counter
-
-
 _libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter
 _libc.write.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 
@@ -23,8 +21,8 @@ _libc.write.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 class WakeUp:
     """A descriptor that can be read after a wake.
 
-    To wake keeps the interpreter, which a busy thread would not give back to the one that wakes it:
-    beside one that never sleeps, that one had 1.1 turns for each of the other's, and 1.8 so.
+    To wake keeps the interpreter, which a busy thread does not soon give back: beside one that
+    never sleeps a copy thread copied 1.1 chunks in each of its turns, and 1.8 so.
     """
 
     def __init__(self) -> None:
