@@ -7,6 +7,8 @@
 The faults, several are separated by commas:
 
     "read:stall=5s;nth=2"          the second read hears of nothing for 5 s
+    "read:hold"                    every read hears of nothing until ``let_go`` of what
+                                   ``injected`` yields
     "read:fail"                    every read breaks
     "read:slow=50ms"               every piece of copying takes 50 ms longer
     "read:blank"                   every read ends well, and no byte has been written
@@ -25,6 +27,7 @@ A flip is logged, with its transfer, before anybody can see the bit.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import re
@@ -113,6 +116,7 @@ def _nothing(text: str | None) -> float:
 # name: (how its value is read, the options it has)
 _KINDS: Mapping[str, tuple[Callable[[str | None], float], frozenset[str]]] = {
     "read:stall": (_duration_s, frozenset({"nth"})),
+    "read:hold": (_nothing, frozenset({"nth"})),
     "read:fail": (_nothing, frozenset({"nth"})),
     "read:slow": (_duration_s, frozenset()),
     "read:blank": (_nothing, frozenset()),
@@ -149,24 +153,61 @@ def _parse_one(text: str) -> Fault:
     return Fault(name, parsed, numbers.get("nth"), numbers.get("seed", 0))
 
 
+class Holds:
+    """Reads that ``read:hold`` keeps back. May be asked from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wakes: dict[base.TransferKey, base.Wake] = {}
+
+    def __len__(self) -> int:
+        """How many are kept back now."""
+        return len(self._wakes)
+
+    def __contains__(self, key: base.TransferKey) -> bool:
+        return key in self._wakes
+
+    def hold(self, key: base.TransferKey, wake: base.Wake) -> None:
+        """Keep this one back. ``wake``: the IO thread that hears of its end."""
+        with self._lock:
+            self._wakes[key] = wake
+
+    def forget(self, key: base.TransferKey) -> None:
+        """It was stopped, or was never kept back."""
+        with self._lock:
+            self._wakes.pop(key, None)
+
+    def let_go(self) -> None:
+        """All that are kept back now."""
+        with self._lock:
+            wakes, self._wakes = self._wakes, {}
+        for wake in wakes.values():
+            wake()
+
+
 def install(text: str) -> None:
     """Every wire that this process makes from now on has these faults. Raises ConfigError."""
-    faults = parse_faults(text)
+    _install(parse_faults(text), Holds())
+
+
+def _install(faults: Sequence[Fault], holds: Holds) -> None:
     if not faults:
         return
     for name, make_pipe in registry.PIPES.items():
         registry.SOURCES[name] = partial(_FaultyStreamSource, faults, make_pipe)
     for name, make_sink in registry.SINKS.items():
-        registry.SINKS[name] = partial(_make_faulty_sink, faults, make_sink)
+        registry.SINKS[name] = partial(_make_faulty_sink, faults, holds, make_sink)
 
 
 @contextmanager
-def injected(text: str) -> Iterator[None]:
-    """Wires that this process makes meanwhile have these faults, and keep them."""
-    sources, sinks = dict(registry.SOURCES), dict(registry.SINKS)
-    install(text)
+def injected(text: str) -> Iterator[Holds]:
+    """Wires that this process makes meanwhile have these faults, and keep them; what they hold is
+    let go by what this yields.
+    """
+    sources, sinks, holds = dict(registry.SOURCES), dict(registry.SINKS), Holds()
+    _install(parse_faults(text), holds)
     try:
-        yield
+        yield holds
     finally:
         registry.SOURCES.update(sources)
         registry.SINKS.update(sinks)
@@ -174,6 +215,7 @@ def injected(text: str) -> Iterator[None]:
 
 def _make_faulty_sink(
     faults: Sequence[Fault],
+    holds: Holds,
     make_sink: Callable[[base.LocalMemory, Config, Copier, base.Wake, Context], base.SinkTransport],
     memory: base.LocalMemory,
     config: Config,
@@ -186,8 +228,8 @@ def _make_faulty_sink(
     copier = _faulty_copier(copy_thread, faults, memory)
     sink = make_sink(memory, config, copier, wake, context)
     if isinstance(sink, base.DirectSink):
-        return _FaultyDirectSink(sink, faults, wake)
-    return _FaultyReceivingSink(sink, faults, wake)
+        return _FaultyDirectSink(sink, faults, holds, wake)
+    return _FaultyReceivingSink(sink, faults, holds, wake)
 
 
 # ------------------------------------------------------------------ the taking side
@@ -335,23 +377,29 @@ def _faulty_copier(copier: Copier, faults: Sequence[Fault], memory: base.LocalMe
 
 @dataclass(slots=True)
 class _Stalled:
+    """``timer``: wakes the IO thread at ``until_s``; None: held until it is let go."""
+
     until_s: float
-    timer: threading.Timer
+    timer: threading.Timer | None = None
     held: list[base.SinkCompletion] = field(default_factory=list)
 
 
-def _end(timer: threading.Timer) -> None:
-    timer.cancel()
-    timer.join()
+def _end(timer: threading.Timer | None) -> None:
+    if timer is not None:
+        timer.cancel()
+        timer.join()
 
 
 class _FaultySink(base.TakingSide):
     """A sink whose reads stall or fail; everything else is the inner one's."""
 
-    def __init__(self, inner: base.SinkTransport, faults: Sequence[Fault], wake: base.Wake) -> None:
+    def __init__(
+        self, inner: base.SinkTransport, faults: Sequence[Fault], holds: Holds, wake: base.Wake
+    ) -> None:
         self.name, self.counts = inner.name, inner.counts
         self._wire = inner
         self._faults = tuple(faults)
+        self._holds = holds
         self._wake = wake
         self._num_reads = 0
         self._failed: list[base.SinkCompletion] = []
@@ -370,6 +418,7 @@ class _FaultySink(base.TakingSide):
         stalled = self._stalled.pop(key, None)
         if stalled is not None:
             _end(stalled.timer)
+            self._holds.forget(key)
         self._wire.stop_read(key)
 
     def pollables(self) -> Sequence[base.Readable]:
@@ -380,7 +429,7 @@ class _FaultySink(base.TakingSide):
         done, self._failed = self._failed, []
         now_s = time.monotonic()
         for key, stalled in list(self._stalled.items()):
-            if now_s >= stalled.until_s:
+            if now_s >= stalled.until_s or (stalled.timer is None and key not in self._holds):
                 _end(stalled.timer)
                 done.extend(stalled.held)
                 del self._stalled[key]
@@ -413,14 +462,19 @@ class _FaultySink(base.TakingSide):
                 timer.daemon = True
                 self._stalled[key] = _Stalled(time.monotonic() + fault.value, timer)
                 timer.start()
+            if fault.name == "read:hold":
+                self._stalled[key] = _Stalled(math.inf)
+                self._holds.hold(key, self._wake)
         return False
 
 
 class _FaultyDirectSink(_FaultySink, base.DirectSink):
     """Of a direct wire. The engine's thread never begins its reads."""
 
-    def __init__(self, inner: base.DirectSink, faults: Sequence[Fault], wake: base.Wake) -> None:
-        super().__init__(inner, faults, wake)
+    def __init__(
+        self, inner: base.DirectSink, faults: Sequence[Fault], holds: Holds, wake: base.Wake
+    ) -> None:
+        super().__init__(inner, faults, holds, wake)
         self._inner = inner
 
     def attach(self, source: RankManifest, trial: base.Trial | None = None) -> None:
@@ -434,8 +488,10 @@ class _FaultyDirectSink(_FaultySink, base.DirectSink):
 class _FaultyReceivingSink(_FaultySink, base.ReceivingSink):
     """The sink of a stream wire with faults."""
 
-    def __init__(self, inner: base.ReceivingSink, faults: Sequence[Fault], wake: base.Wake) -> None:
-        super().__init__(inner, faults, wake)
+    def __init__(
+        self, inner: base.ReceivingSink, faults: Sequence[Fault], holds: Holds, wake: base.Wake
+    ) -> None:
+        super().__init__(inner, faults, holds, wake)
         self._inner = inner
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:

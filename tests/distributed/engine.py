@@ -18,6 +18,7 @@ from kvxfer.config import Config
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
+from kvxfer.testing.faults import Holds
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transports.base import LocalMemory
 from tests.builders import EngineShape, build_manifest, build_regions, identity_of
@@ -32,6 +33,9 @@ SCRIPT_TIMEOUT_S = 25.0
 """For everything that one engine does between two meetings; below COLLECTIVE_TIMEOUT_S."""
 
 TENSOR_LENGTH = 4096
+
+NUM_SUMS_BESIDE = 20
+"""While a load is held."""
 
 T = TypeVar("T")
 
@@ -49,7 +53,7 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Orders:
     """One step of every rank. ``until_ended``: the forward goes on until every rank's connector has
-    something to report.
+    something to report. What ``read:hold`` keeps back is let go after NUM_SUMS_BESIDE sums.
     """
 
     metadata: ConnectorMetadata
@@ -123,8 +127,10 @@ class RankEngine:
         *,
         incarnation: bytes,
         device: torch.device,
+        holds: Holds,
     ) -> None:
         self.seat = seat
+        self._holds = holds
         self.shape = shape
         self.config = config
         self.incarnation = incarnation
@@ -153,8 +159,6 @@ class RankEngine:
         """Run the script on the driver, and every step of it on all ranks; the others return None
         when it has ended, well or not.
         """
-        # The first sum connects the ranks; beside other tests on GPUs that took longer than a load
-        self.seat.team.sum(torch.zeros(TENSOR_LENGTH, device=self.device))
         if not self.seat.is_driver:
             self._follow()
             return None
@@ -205,6 +209,7 @@ class RankEngine:
         """
         num_ranks = len(self.seat.team.ranks)
         moments_s: list[float] = []
+        num_beside = 0
         deadline_s = time.monotonic() + SCRIPT_TIMEOUT_S / 2
         error = ""
         while True:
@@ -214,8 +219,11 @@ class RankEngine:
             mine += self.seat.tp_rank
             mine[0] = float(self.worker.wait_for_activity(0))
             mine[1] = float(is_broken or bool(error))
+            num_beside = num_beside + 1 if self._holds else 0
             total = self.seat.team.sum(mine).cpu()
             moments_s.append(time.monotonic())
+            if num_beside == NUM_SUMS_BESIDE:
+                self._holds.let_go()
             expected = torch.arange(TENSOR_LENGTH, dtype=torch.float32) * num_ranks
             expected += sum(range(num_ranks))
             if not torch.equal(total[2:], expected[2:]):

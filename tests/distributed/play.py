@@ -83,7 +83,7 @@ class _Stage:
             return None
         is_sink = seat.team.half is Half.SINK
         faults = (play.sink_faults or {}).get(seat.tp_rank, "") if is_sink else ""
-        with injected(faults):
+        with injected(faults) as holds:
             self._engine = RankEngine(
                 seat,
                 self._pair.sink if is_sink else self._pair.source,
@@ -91,6 +91,7 @@ class _Stage:
                 Config(port=0, transport=play.wire, load_in_step_s=0),
                 incarnation=incarnations[seat.team.half],
                 device=self._world.device,
+                holds=holds,
             )
         self._stack.callback(self._engine.close)
         return self._engine.worker.get_handshake_metadata()

@@ -38,6 +38,7 @@ def _pair(wire: str, *, source: str = "", sink: str = "") -> Iterator[Pair]:
         ("", ()),
         ("read:stall=5s;nth=2", (Fault("read:stall", 5.0, nth=2),)),
         ("read:stall=0.5s", (Fault("read:stall", 0.5),)),
+        ("read:hold;nth=2", (Fault("read:hold", 0.0, nth=2),)),
         ("read:fail", (Fault("read:fail", 0.0),)),
         ("read:fail;nth=1", (Fault("read:fail", 0.0, nth=1),)),
         ("read:slow=50ms", (Fault("read:slow", 0.05),)),
@@ -129,6 +130,33 @@ def test_stalled_read_can_be_stopped(wire: str) -> None:
         assert pair.seen == []
         pair.sink.stop_read(key_of(1))
         assert isinstance(pair.end(key_of(1)), ReadStopped)
+
+
+@pytest.mark.parametrize("wire", ["zmq", "shm"])
+def test_held_reads_end_when_they_are_let_go(wire: str) -> None:
+    with injected("read:hold;nth=2") as holds, _pair(wire) as pair:
+        pair.start(key_of(1), a_move())
+        assert isinstance(pair.end(key_of(1)), ReadDone)
+        seen = list(pair.seen)
+        pair.start(key_of(2), a_move())
+        time.sleep(0.05)
+        pair.turn()
+        assert (pair.seen, len(holds)) == (seen, 1)
+        holds.let_go()
+        assert isinstance(pair.end(key_of(2)), ReadDone)
+        assert len(holds) == 0
+        assert pair.content() == pair.expected(a_move())
+
+
+@pytest.mark.parametrize("wire", ["zmq", "shm"])
+def test_held_read_can_be_stopped(wire: str) -> None:
+    with injected("read:hold") as holds, _pair(wire) as pair:
+        pair.start(key_of(1), a_move())
+        pair.turn()
+        assert len(holds) == 1
+        pair.sink.stop_read(key_of(1))
+        assert isinstance(pair.end(key_of(1)), ReadStopped)
+        assert len(holds) == 0
 
 
 @pytest.mark.parametrize(("wire", "num_pieces"), [("zmq", 9), ("shm", 1)])
