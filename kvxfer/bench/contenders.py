@@ -225,7 +225,7 @@ class Contenders:
         way = Way(
             *(setting.name, source, sink, setting.initiator),
             is_raw=True,
-            is_restless=setting.has_progress_thread and self.devices.sink == "cpu",
+            is_restless=setting.has_progress_thread,
         )
 
         def join() -> None:
