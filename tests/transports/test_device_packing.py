@@ -26,7 +26,7 @@ from kvxfer.testing import check_transport
 from kvxfer.testing.cases import CASES, make_move
 from kvxfer.testing.peers import Context, PiecesJob
 from kvxfer.transfer.chunks import chunk_list
-from kvxfer.transfer.plan import Base, Chunk, Side
+from kvxfer.transfer.plan import Base, Chunk, DenseOrder, Side
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import copy_thread
 from kvxfer.transports.base import (
@@ -40,7 +40,7 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
-from kvxfer.transports.copy_thread import Copier, CopyThread, Mailbox
+from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyThread, Mailbox
 from kvxfer.transports.pipe import CHUNK_S, Pipe
 from kvxfer.transports.stream_packing import ChunkJob, DevicePacker, _BounceQueue, make_packer
 from kvxfer.transports.stream_sink import StreamSink
@@ -313,6 +313,7 @@ def _is_at_rest(packer: DevicePacker, reaches_host: bool) -> bool:
         packer._jobs
         or packer._gathered
         or packer._waiting
+        or packer._to_unpack
         or packer._ended
         or len(packer._in_flight)
         or len(packer._bounces) != packer._num_bounces
@@ -473,6 +474,25 @@ def test_what_waits_for_a_copy_thread_that_is_closed_ends_uncopied() -> None:
         chunks.submit(chunk)
         assert copied.take() is chunk
         assert chunk.cancelled
+
+
+def test_a_copy_thread_that_goes_on_says_so(
+    held: Pair, opened: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Then the IO thread need not be woken for each call
+    copied = _packer(held.sink)._copied
+    put, said = copied.put, list[tuple[int, bool]]()
+
+    def noted(*jobs: ChunkJob, more_follows: bool) -> None:
+        said.append((len(jobs), more_follows))
+        put(*jobs, more_follows=more_follows)
+
+    monkeypatch.setattr(copied, "put", noted)
+    opened.set()
+    assert isinstance(held.end(key_of(1)), ReadDone)
+    assert said[0] == (4, True)
+    assert said[-1][1] is False
+    assert sum(number for number, _ in said) >= 9
 
 
 def _num_chunks(gates: Sequence[Gate]) -> int:
@@ -809,32 +829,96 @@ def test_a_turn_has_two_launches_of_16_mib_and_what_is_not_like_them(
     pair: Pair, chunks: str, launched: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks by their MiB and their transfer."""
-    packer, seen = _packer(pair.source), list[str]()
+    packer, order = _packer(pair.source), a_move().pull.order
+    seen = _launched(packer, monkeypatch)
+    packer.begin_turn()
+    for slot, said in enumerate(chunks.split()):
+        if not packer.takes_more:
+            break
+        packer.submit(_job(said, slot, order))
+    packer.launch()
+    assert ", ".join(seen) == launched
+    packer._jobs.clear()
+
+
+def _job(said: str, slot: int, order: DenseOrder | None) -> ChunkJob:
+    """Of a chunk by its MiB and its transfer."""
+    move = a_move()
+    first = chunk_list((move.pull,), 1 << 20)[0]
+    return ChunkJob(
+        owner=said[-1],
+        key=key_of(ord(said[-1])),
+        chunk=msgspec.structs.replace(first, nbytes=int(said[:-1]) << 20),
+        slot=slot,
+        side=move.copy_class.source,
+        block_ids=np.zeros(1, np.int64),
+        dense=torch.empty(1, dtype=torch.uint8),
+        order=order,
+    )
+
+
+def _launched(packer: DevicePacker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is launched from now on, which is nothing in truth."""
+    seen: list[str] = []
 
     def launch(*jobs: ChunkJob) -> None:
         seen.append(" ".join(f"{job.chunk.nbytes >> 20}{job.owner}" for job in jobs))
 
     monkeypatch.setattr(packer, "_launch", launch)
-    move = a_move()
-    first = chunk_list((move.pull,), 1 << 20)[0]
-    packer.begin_turn()
-    for slot, said in enumerate(chunks.split()):
-        if not packer.takes_more:
-            break
-        job = ChunkJob(
-            owner=said[-1],
-            key=key_of(ord(said[-1])),
-            chunk=msgspec.structs.replace(first, nbytes=int(said[:-1]) << 20),
-            slot=slot,
-            side=move.copy_class.source,
-            block_ids=np.zeros(1, np.int64),
-            dense=torch.empty(1, dtype=torch.uint8),
-            order=move.pull.order,
-        )
-        packer.submit(job)
-    packer.launch()
-    assert ", ".join(seen) == launched
-    packer._jobs.clear()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("copied", "launched"),
+    [
+        ("8a 8a 8a", ""),
+        ("8a 8a 8a 8a", "8a 8a 8a 8a"),
+        ("16a 1b 8a", "1b"),
+        ("16a 1b 16a", "16a 16a, 1b"),
+    ],
+)
+def test_copied_chunks_wait_for_more_of_their_transfer(
+    copied: str, launched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lie in pinned buffers, and one more of ``a`` is being copied."""
+    with _pair(_with_ten_buffers, monkeypatch) as pair:
+        packer, to_copy, wakes = _packer(pair.sink), list[ChunkJob](), list[None]()
+        seen = _launched(packer, monkeypatch)
+        monkeypatch.setattr(packer._to_copy, "submit", to_copy.append)
+        monkeypatch.setattr(packer, "_wake", lambda: wakes.append(None))
+        for slot, said in enumerate([*copied.split(), "1a"]):
+            packer.submit(_job(said, slot, None))
+        assert wakes == []  # the copies will
+        *some, last = to_copy
+        packer._copied.put(*some)
+        assert list(packer.drain()) == []
+        assert ", ".join(seen) == launched
+        packer._copied.put(last)
+        assert list(packer.drain()) == []
+        assert sorted(" ".join(seen).replace(",", "").split()) == sorted([*copied.split(), "1a"])
+        assert packer._to_unpack == {}
+        packer._jobs.clear()
+
+
+def test_a_copied_chunk_that_waits_for_more_can_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with _pair(_with_ten_buffers, monkeypatch) as pair:
+        packer, to_copy = _packer(pair.sink), list[ChunkJob]()
+        seen = _launched(packer, monkeypatch)
+        monkeypatch.setattr(packer._to_copy, "submit", to_copy.append)
+        for slot in range(3):
+            packer.submit(_job("1a", slot, None))
+        first, second, last = to_copy
+        packer._copied.put(first, second)
+        assert list(packer.drain()) == []
+        packer.cancel(second)
+        assert list(packer.drain()) == [second]
+        assert second.end is CopyEnd.CANCELLED
+        packer._copied.put(last)
+        assert list(packer.drain()) == []
+        assert seen == ["1a 1a"]
+        packer._jobs.clear()
 
 
 @pytest.mark.parametrize("reaches_host", [True], indirect=True, ids=["reaches staging"])
