@@ -353,7 +353,9 @@ class DevicePacker:
         try:
             # Also where something failed: a part of it may run
             event = event or self._copier.mark(self._stream)
-            self._in_flight.add(jobs, event, sum(job.chunk.nbytes for job in jobs))
+            # To the host and back it is told of when it is over: nobody looks closely before
+            nbytes = 0 if first.is_by_host else sum(job.chunk.nbytes for job in jobs)
+            self._in_flight.add(jobs, event, nbytes)
         except RuntimeError as exc:
             self._break(exc)
 

@@ -770,6 +770,23 @@ def test_only_what_is_not_over_soon_is_waited_for_by_a_thread(
     assert {thread for gate in packed + unpacked for thread in gate.seen_by} == {own}
 
 
+@pytest.mark.parametrize("reaches_host", [True], indirect=True, ids=["reaches staging"])
+def test_an_end_over_the_link_to_the_host_is_waited_for_at_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Within a GPU a thread would sleep for an hour first, for so many bytes
+    gate = Gate()
+    monkeypatch.setattr(HostCopier, "pack", lambda *_, **__: Launched(gate, 1))
+    packer = _packer(pair.source)
+    packer.submit(_job(f"{1 << 30}a", 0, a_move().pull.order))
+    assert list(packer.drain()) == []
+    own = threading.current_thread()
+    pair.until(lambda: gate.seen_by - {own} != set())
+    gate.is_open = True
+    (job,) = packer.drain()
+    assert job.end is CopyEnd.DONE
+
+
 @pytest.fixture
 def roomy_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """There is a slot for each chunk."""
