@@ -263,6 +263,7 @@ class Taking(Member):
 
     def run(self, way: str, request: Request) -> Timing:
         ask = self._begin(request)
+        self.sink.poll()  # as an IO thread does after an end: then the last slots go back
         self.flush()
         return timed(ask, self._wait)
 
@@ -284,7 +285,6 @@ class Taking(Member):
     def _begin(self, request: Request) -> Callable[[], None]:
         """What asks for a new read of it; kernels that it needs are compiled before."""
         source, choice = self._known
-        self.sink.poll()  # as an IO thread does after an end: then the last slots go back
         if request not in self._wanted:
             # A connector has its classes from a plan, and so has a wire
             copy_class, pull = request.copy_class()

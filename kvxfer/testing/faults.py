@@ -27,7 +27,6 @@ A flip is logged, with its transfer, before anybody can see the bit.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import random
 import re
@@ -154,10 +153,11 @@ def _parse_one(text: str) -> Fault:
 
 
 class Holds:
-    """Reads that ``read:hold`` keeps back. May be asked from any thread."""
+    """Reads that are kept back: for a time, or until :meth:`let_go`. May be asked from any thread:
+    each call looks at the dict once.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._wakes: dict[base.TransferKey, base.Wake] = {}
 
     def __len__(self) -> int:
@@ -169,20 +169,18 @@ class Holds:
 
     def hold(self, key: base.TransferKey, wake: base.Wake) -> None:
         """Keep this one back. ``wake``: the IO thread that hears of its end."""
-        with self._lock:
-            self._wakes[key] = wake
+        self._wakes[key] = wake
 
-    def forget(self, key: base.TransferKey) -> None:
-        """It was stopped, or was never kept back."""
-        with self._lock:
-            self._wakes.pop(key, None)
+    def end(self, key: base.TransferKey) -> None:
+        """It is kept back no longer; nothing if it was not."""
+        wake = self._wakes.pop(key, None)
+        if wake is not None:
+            wake()
 
     def let_go(self) -> None:
         """All that are kept back now."""
-        with self._lock:
-            wakes, self._wakes = self._wakes, {}
-        for wake in wakes.values():
-            wake()
+        for key in list(self._wakes):
+            self.end(key)
 
 
 def install(text: str) -> None:
@@ -377,17 +375,15 @@ def _faulty_copier(copier: Copier, faults: Sequence[Fault], memory: base.LocalMe
 
 @dataclass(slots=True)
 class _Stalled:
-    """``timer``: wakes the IO thread at ``until_s``; None: held until it is let go."""
+    """``timer``: ends it; None: only who lets go does."""
 
-    until_s: float
     timer: threading.Timer | None = None
     held: list[base.SinkCompletion] = field(default_factory=list)
 
-
-def _end(timer: threading.Timer | None) -> None:
-    if timer is not None:
-        timer.cancel()
-        timer.join()
+    def end(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer.join()
 
 
 class _FaultySink(base.TakingSide):
@@ -417,8 +413,8 @@ class _FaultySink(base.TakingSide):
         """What was held back is forgotten: ReadStopped is the read's one end."""
         stalled = self._stalled.pop(key, None)
         if stalled is not None:
-            _end(stalled.timer)
-            self._holds.forget(key)
+            stalled.end()
+            self._holds.end(key)
         self._wire.stop_read(key)
 
     def pollables(self) -> Sequence[base.Readable]:
@@ -427,10 +423,9 @@ class _FaultySink(base.TakingSide):
     def poll(self) -> list[base.SinkCompletion]:
         """What the inner one says, less what stalls, plus what has stalled long enough."""
         done, self._failed = self._failed, []
-        now_s = time.monotonic()
         for key, stalled in list(self._stalled.items()):
-            if now_s >= stalled.until_s or (stalled.timer is None and key not in self._holds):
-                _end(stalled.timer)
+            if key not in self._holds:
+                stalled.end()
                 done.extend(stalled.held)
                 del self._stalled[key]
         for completion in self._wire.poll():
@@ -442,8 +437,9 @@ class _FaultySink(base.TakingSide):
         return done
 
     def close(self) -> None:
-        for stalled in self._stalled.values():
-            _end(stalled.timer)
+        for key, stalled in self._stalled.items():
+            stalled.end()
+            self._holds.end(key)
         self._stalled.clear()
         self._wire.close()
 
@@ -457,14 +453,13 @@ class _FaultySink(base.TakingSide):
                 self._failed.append(base.ReadBroke(key, Reason.READ_FAILED, "fault: read:fail"))
                 self._wake()
                 return True
-            if fault.name == "read:stall":
-                timer = threading.Timer(fault.value, self._wake)
-                timer.daemon = True
-                self._stalled[key] = _Stalled(time.monotonic() + fault.value, timer)
-                timer.start()
-            if fault.name == "read:hold":
-                self._stalled[key] = _Stalled(math.inf)
+            if fault.name in ("read:stall", "read:hold"):
+                self._stalled[key] = stalled = _Stalled()
                 self._holds.hold(key, self._wake)
+                if fault.name == "read:stall":
+                    stalled.timer = threading.Timer(fault.value, self._holds.end, (key,))
+                    stalled.timer.daemon = True
+                    stalled.timer.start()
         return False
 
 
