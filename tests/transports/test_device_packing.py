@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -19,14 +18,12 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors.device_copy import BoundSide, DeviceCopier, Launched
+from kvxfer.tensors.device_copy import Launched
 from kvxfer.tensors.device_launch import HostEvent
-from kvxfer.tensors.strided_copy import gather, scatter
-from kvxfer.testing import check_transport
 from kvxfer.testing.cases import CASES, make_move
-from kvxfer.testing.peers import Context, PiecesJob
+from kvxfer.testing.peers import PiecesJob
 from kvxfer.transfer.chunks import chunk_list
-from kvxfer.transfer.plan import Base, Chunk, DenseOrder, Side
+from kvxfer.transfer.plan import Chunk, DenseOrder
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import copy_thread
 from kvxfer.transports.base import (
@@ -38,18 +35,18 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
     TransferKey,
-    Wake,
 )
-from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyThread, Mailbox
-from kvxfer.transports.pipe import CHUNK_S, Pipe
+from kvxfer.transports.copy_thread import CopyEnd, CopyThread, Mailbox
 from kvxfer.transports.stream_packing import ChunkJob, DevicePacker, _BounceQueue, make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
-from kvxfer.transports.zmq_pipe import ZmqPipe
-from tests.conftest import HAS_CUDA
-from tests.spoken import watch_dealers
-from tests.transports.host_gpu import HostGpu
+from tests.transports.host_packer import (
+    HostCopier,
+    host_packer,
+    made_with,
+    packing_pair,
+    quick_packer,
+)
 from tests.transports.pair import (
     ZMQ,
     Pair,
@@ -64,170 +61,6 @@ from tests.transports.pair import (
 from tests.wires import use_sink, use_source
 
 
-def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    return ZmqPipe()
-
-
-def host_packer(
-    memory: LocalMemory,
-    config: Config,
-    copy_thread: Copier,
-    wake: Wake,
-    *,
-    reaches_host: bool = False,
-) -> DevicePacker:
-    """Of a GPU that reaches ordinary memory of the host, or does not."""
-    gpu = HostGpu(memory, reaches_host=reaches_host)
-    return DevicePacker(memory, config, copy_thread, wake, gpu)
-
-
-class HostCopier(DeviceCopier):
-    """Copies at once: the interpreter takes 20 ms for what a kernel does in 2 us."""
-
-    def __init__(self, memory: LocalMemory) -> None:
-        super().__init__(torch.device("cpu"))
-        self._tensors = memory.tensors
-
-    def _side(self, bound: BoundSide) -> Side:
-        bases = tuple(self._base(int(address)) for address in bound.addresses)
-        return Side(group=0, tile=bound.tile, bases=bases)
-
-    def _base(self, address: int) -> Base:
-        for index, tensor in enumerate(self._tensors):
-            offset = address - tensor.data_ptr()
-            if 0 <= offset < tensor.numel():
-                return Base(index, offset)
-        raise AssertionError(f"no memory at {address:#x}")
-
-    def pack(
-        self,
-        side: BoundSide,
-        block_ids: Any,
-        order: Any,
-        tokens: tuple[int, int],
-        *pieces: Any,
-        **_: Any,
-    ) -> Launched:
-        for regions, dense in pieces:
-            gather(self._tensors, self._side(side), block_ids, order, regions, tokens, dense)
-        return Launched(HostEvent(), sum(dense.numel() for _, dense in pieces))
-
-    def unpack(
-        self, side: BoundSide, block_ids: Any, tokens: tuple[int, int], *pieces: Any, **_: Any
-    ) -> Launched:
-        for regions, dense in pieces:
-            scatter(self._tensors, self._side(side), block_ids, regions, tokens, dense)
-        return Launched(HostEvent(), sum(dense.numel() for _, dense in pieces))
-
-
-def quick_packer(
-    memory: LocalMemory,
-    config: Config,
-    copy_thread: Copier,
-    wake: Wake,
-    *,
-    reaches_host: bool = False,
-) -> DevicePacker:
-    packer = host_packer(memory, config, copy_thread, wake, reaches_host=reaches_host)
-    packer._copier = HostCopier(memory)
-    return packer
-
-
-def source_of_gpu(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSource:
-    packer = make_packer if memory.device.type == "cuda" else quick_packer
-    made = packer(memory, ZMQ, copy_thread, wake)
-    return StreamSource(zmq_pipe, memory, ZMQ, copy_thread, wake, context, made)
-
-
-def sink_of_gpu(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSink:
-    packer = make_packer if memory.device.type == "cuda" else quick_packer
-    made = packer(memory, ZMQ, copy_thread, wake)
-    return StreamSink(zmq_pipe, memory, ZMQ, copy_thread, wake, context, made)
-
-
-def source_of_cpu(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSource:
-    return StreamSource(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
-
-
-def sink_of_cpu(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSink:
-    return StreamSink(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
-
-
-@pytest.mark.skipif(HAS_CUDA, reason="kernels run on the GPU")
-def test_zmq_without_a_gpu_keeps_every_promise() -> None:
-    check_transport(source_of_gpu, sink_of_gpu)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("make_source", "make_sink", "source_device", "sink_device"),
-    [
-        pytest.param(source_of_gpu, sink_of_gpu, "cuda:0", "cuda:0", id="one GPU"),
-        pytest.param(source_of_gpu, sink_of_gpu, "cuda:0", "cuda:1", id="two GPUs"),
-        pytest.param(source_of_gpu, sink_of_cpu, "cuda:0", "cpu", id="GPU to CPU"),
-        pytest.param(source_of_cpu, sink_of_gpu, "cpu", "cuda:0", id="CPU to GPU"),
-    ],
-)
-def test_zmq_between_gpus_keeps_every_promise(
-    make_source: Any, make_sink: Any, source_device: str, sink_device: str
-) -> None:
-    if "1" in sink_device and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    check_transport(make_source, make_sink, source_device=source_device, sink_device=sink_device)
-
-
-# ------------------------------------------------------------------ without a GPU
-
-
-@pytest.mark.parametrize(
-    ("source_type", "sink_type", "large_nbytes"),
-    [
-        ("cpu", "cpu", 4 << 20),
-        ("cpu", "cuda", 4 << 20),
-        ("cuda", "cpu", 4 << 20),
-        ("cuda", "cuda", 32 << 20),
-    ],
-)
-def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
-    source_type: str, sink_type: str, large_nbytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attached: list[tuple[int, int]] = []
-    asked: list[int] = []
-
-    def say(_: object, frame: bytes) -> None:
-        message = decode_to_source(memoryview(frame))
-        if isinstance(message, Attach):
-            attached.append((message.num_slots, message.slot_nbytes))
-        if isinstance(message, AskTrial):
-            asked.append(message.nbytes)
-
-    with _pair(quick_packer, monkeypatch) as pair:
-        pair.until(lambda: bool(len(connections_of(pair))))  # the sink is attached
-        watch_dealers(monkeypatch, lambda *_: None, say)
-        # Both are in host memory; they and the manifest say otherwise
-        on_device = SimpleNamespace(device=torch.device(sink_type))
-        monkeypatch.setattr(pair.sink, "_memory", on_device)
-        monkeypatch.setattr(vars(pair.source)["_admission"], "_device_type", source_type)
-        memories = tuple(
-            msgspec.structs.replace(each, device="cpu" if source_type == "cpu" else "cuda:1")
-            for each in pair.manifest.memories
-        )
-        pair.manifest = msgspec.structs.replace(pair.manifest, memories=memories)
-        costs = pair.trial(10.0).costs
-        assert costs.bytes_per_s > 0
-        assert costs.message_s == CHUNK_S * (1 if {source_type, sink_type} == {"cpu"} else 4)
-    assert attached == [(2, large_nbytes)]
-    assert set(asked) == {large_nbytes, 64 << 10}
-
-
 @pytest.fixture(params=[True, False], ids=["reaches staging", "through pinned buffers"])
 def reaches_host(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
@@ -235,7 +68,7 @@ def reaches_host(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    with _pair(partial(quick_packer, reaches_host=reaches_host), monkeypatch) as pair:
+    with packing_pair(partial(quick_packer, reaches_host=reaches_host), monkeypatch) as pair:
         yield pair
 
 
@@ -252,8 +85,8 @@ def held(
     """Only the sink has pinned buffers, ten of them. There are so many slots, and eight chunks
     wait for the copy thread.
     """
-    use_source(monkeypatch, "zmq", partial(_made, StreamSource, _reaching))
-    use_sink(monkeypatch, "zmq", partial(_made, StreamSink, _with_ten_buffers))
+    use_source(monkeypatch, "zmq", partial(made_with, StreamSource, _reaching))
+    use_sink(monkeypatch, "zmq", partial(made_with, StreamSink, _with_ten_buffers))
     config = msgspec.structs.replace(ZMQ, staging_slots=request.param, chunk_nbytes=1 << 20)
     pair, entered = Pair(config), threading.Event()
 
@@ -282,22 +115,8 @@ def _with_ten_buffers(memory: LocalMemory, config: Config, *arguments: Any) -> D
 
 @pytest.fixture
 def kernel_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    with _pair(partial(host_packer, reaches_host=reaches_host), monkeypatch) as pair:
+    with packing_pair(partial(host_packer, reaches_host=reaches_host), monkeypatch) as pair:
         yield pair
-
-
-@contextmanager
-def _pair(packer: Any, monkeypatch: pytest.MonkeyPatch, config: Config = ZMQ) -> Iterator[Pair]:
-    use_source(monkeypatch, "zmq", partial(_made, StreamSource, packer))
-    use_sink(monkeypatch, "zmq", partial(_made, StreamSink, packer))
-    pair = Pair(config)
-    pair.sink.attach(pair.manifest)
-    yield pair
-    pair.close()
-
-
-def _made(side: Any, packer: Any, *arguments: Any) -> Any:
-    return side(zmq_pipe, *arguments, packer(*arguments[:4]))
 
 
 def _packer(end: object) -> DevicePacker:
@@ -791,7 +610,9 @@ def test_an_end_over_the_link_to_the_host_is_waited_for_at_once(
 def roomy_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """There is a slot for each chunk."""
     config = msgspec.structs.replace(ZMQ, staging_slots=32)
-    with _pair(partial(quick_packer, reaches_host=reaches_host), monkeypatch, config) as pair:
+    with packing_pair(
+        partial(quick_packer, reaches_host=reaches_host), monkeypatch, config
+    ) as pair:
         yield pair
 
 
@@ -898,7 +719,7 @@ def test_copied_chunks_wait_for_more_of_their_transfer(
     copied: str, launched: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They lie in pinned buffers, and one more of ``a`` is being copied."""
-    with _pair(_with_ten_buffers, monkeypatch) as pair:
+    with packing_pair(_with_ten_buffers, monkeypatch) as pair:
         packer, to_copy, wakes = _packer(pair.sink), list[ChunkJob](), list[None]()
         seen = _launched(packer, monkeypatch)
         monkeypatch.setattr(packer._to_copy, "submit", to_copy.append)
@@ -920,7 +741,7 @@ def test_copied_chunks_wait_for_more_of_their_transfer(
 def test_a_copied_chunk_that_waits_for_more_can_be_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with _pair(_with_ten_buffers, monkeypatch) as pair:
+    with packing_pair(_with_ten_buffers, monkeypatch) as pair:
         packer, to_copy = _packer(pair.sink), list[ChunkJob]()
         seen = _launched(packer, monkeypatch)
         monkeypatch.setattr(packer._to_copy, "submit", to_copy.append)

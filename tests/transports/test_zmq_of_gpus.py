@@ -1,0 +1,116 @@
+"""``zmq`` between memories of GPUs: its contract, and its trials."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kvxfer.testing import check_transport
+from kvxfer.testing.peers import Context
+from kvxfer.transports.base import LocalMemory, Wake
+from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.pipe import CHUNK_S
+from kvxfer.transports.stream_packing import make_packer
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
+from tests.conftest import HAS_CUDA
+from tests.spoken import watch_dealers
+from tests.transports.host_packer import packing_pair, quick_packer, zmq_pipe
+from tests.transports.pair import ZMQ, connections_of
+
+
+def source_of_gpu(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSource:
+    packer = make_packer if memory.device.type == "cuda" else quick_packer
+    made = packer(memory, ZMQ, copy_thread, wake)
+    return StreamSource(zmq_pipe, memory, ZMQ, copy_thread, wake, context, made)
+
+
+def sink_of_gpu(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSink:
+    packer = make_packer if memory.device.type == "cuda" else quick_packer
+    made = packer(memory, ZMQ, copy_thread, wake)
+    return StreamSink(zmq_pipe, memory, ZMQ, copy_thread, wake, context, made)
+
+
+def source_of_cpu(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSource:
+    return StreamSource(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
+
+
+def sink_of_cpu(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSink:
+    return StreamSink(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="kernels run on the GPU")
+def test_zmq_without_a_gpu_keeps_every_promise() -> None:
+    check_transport(source_of_gpu, sink_of_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("make_source", "make_sink", "source_device", "sink_device"),
+    [
+        pytest.param(source_of_gpu, sink_of_gpu, "cuda:0", "cuda:0", id="one GPU"),
+        pytest.param(source_of_gpu, sink_of_gpu, "cuda:0", "cuda:1", id="two GPUs"),
+        pytest.param(source_of_gpu, sink_of_cpu, "cuda:0", "cpu", id="GPU to CPU"),
+        pytest.param(source_of_cpu, sink_of_gpu, "cpu", "cuda:0", id="CPU to GPU"),
+    ],
+)
+def test_zmq_between_gpus_keeps_every_promise(
+    make_source: Any, make_sink: Any, source_device: str, sink_device: str
+) -> None:
+    if "1" in sink_device and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check_transport(make_source, make_sink, source_device=source_device, sink_device=sink_device)
+
+
+@pytest.mark.parametrize(
+    ("source_type", "sink_type", "large_nbytes"),
+    [
+        ("cpu", "cpu", 4 << 20),
+        ("cpu", "cuda", 4 << 20),
+        ("cuda", "cpu", 4 << 20),
+        ("cuda", "cuda", 32 << 20),
+    ],
+)
+def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
+    source_type: str, sink_type: str, large_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached: list[tuple[int, int]] = []
+    asked: list[int] = []
+
+    def say(_: object, frame: bytes) -> None:
+        message = decode_to_source(memoryview(frame))
+        if isinstance(message, Attach):
+            attached.append((message.num_slots, message.slot_nbytes))
+        if isinstance(message, AskTrial):
+            asked.append(message.nbytes)
+
+    with packing_pair(quick_packer, monkeypatch) as pair:
+        pair.until(lambda: bool(len(connections_of(pair))))  # the sink is attached
+        watch_dealers(monkeypatch, lambda *_: None, say)
+        # Both are in host memory; they and the manifest say otherwise
+        on_device = SimpleNamespace(device=torch.device(sink_type))
+        monkeypatch.setattr(pair.sink, "_memory", on_device)
+        monkeypatch.setattr(vars(pair.source)["_admission"], "_device_type", source_type)
+        memories = tuple(
+            msgspec.structs.replace(each, device="cpu" if source_type == "cpu" else "cuda:1")
+            for each in pair.manifest.memories
+        )
+        pair.manifest = msgspec.structs.replace(pair.manifest, memories=memories)
+        costs = pair.trial(10.0).costs
+        assert costs.bytes_per_s > 0
+        assert costs.message_s == CHUNK_S * (1 if {source_type, sink_type} == {"cpu"} else 4)
+    assert attached == [(2, large_nbytes)]
+    assert set(asked) == {large_nbytes, 64 << 10}
