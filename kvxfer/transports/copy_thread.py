@@ -251,10 +251,8 @@ class CopyThread:
 class CopyThreads:
     """Several copy threads as one: a job goes to the thread that has the fewest."""
 
-    def __init__(self, number: int, *, small_nbytes: int = 0, num_cores: int = 1) -> None:
-        self._threads = [
-            CopyThread(small_nbytes=small_nbytes, num_cores=num_cores) for _ in range(number)
-        ]
+    def __init__(self, number: int, *, small_nbytes: int = 0) -> None:
+        self._threads = [CopyThread(small_nbytes=small_nbytes) for _ in range(number)]
 
     def submit(self, job: CopyJob) -> None:
         min(self._threads, key=attrgetter("num_jobs")).submit(job)

@@ -108,14 +108,14 @@ def make_copier(
     config: Config, device: torch.device, *, small_nbytes: int = 0
 ) -> CopyThread | CopyThreads:
     """The copy threads of a rank, one for each stream: one packs another layout in host memory at
-    1.6 GB/s, where its stream carries 2.2. Beside a GPU one of them copies for all streams
-    (:class:`~kvxfer.transports.stream_packing.DevicePacker`), with a core for each.
+    1.6 GB/s, where its stream carries 2.2. Beside a GPU one copies for all streams, several chunks
+    by one call (:class:`~kvxfer.transports.stream_packing.DevicePacker`), with a core for each.
     ``small_nbytes``: as :class:`CopyThread` has it.
     """
-    if (number := num_streams(config)) == 1:
-        return CopyThread(small_nbytes=small_nbytes)
-    num_cores = number if device.type == "cuda" else 1
-    return CopyThreads(number, small_nbytes=small_nbytes, num_cores=num_cores)
+    number = num_streams(config)
+    if number == 1 or device.type == "cuda":
+        return CopyThread(small_nbytes=small_nbytes, num_cores=number)
+    return CopyThreads(number, small_nbytes=small_nbytes)
 
 
 # ------------------------------------------------------------------ descriptors

@@ -51,11 +51,6 @@ _LAUNCH_NBYTES, _LAUNCH_CHUNKS = 16 << 20, 4
 """What one launch packs at most, or unpacks from where it came; one chunk at least. A launch takes
 the IO thread 0.1 to 0.2 ms, in which 8 MB go to the host, and each chunk in it 0.1 more.
 """
-_UNPACKED_NBYTES = 32 << 20
-"""Of a transfer's copied chunks: so many are unpacked while more of it is being copied, 0.7 ms of
-the link to the GPU. Beside eight streams a launch takes the IO thread 0.3 ms, for one chunk as for
-several.
-"""
 _LAUNCHES_OF_TURN = 2
 """Then what is packed leaves: meanwhile the next launch is over."""
 RING_NBYTES = 1 << 20
@@ -228,8 +223,6 @@ class DevicePacker:
         self._num_bounces = 0
         self._most_bounces = _BOUNCES * (num_streams(config) + 1)
         self._to_copy = _BounceQueue(copy_thread, self._copied)
-        self._to_unpack: dict[TransferKey, list[ChunkJob]] = {}
-        """What lies in pinned buffers."""
         self._waited: StreamEvent | None = None
         self._broken = ""
         # What nearly all engines need is compiled now: the first time it takes a second
@@ -279,10 +272,9 @@ class DevicePacker:
         if job not in self._jobs:
             return
         job.cancelled = True
-        for held in (self._waiting, self._to_unpack.get(job.key, [])):
-            if job in held:
-                held.remove(job)
-                self._end(job)
+        if job in self._waiting:
+            self._waiting.remove(job)
+            self._end(job)
         if self._ended:
             self._wake()
 
@@ -434,29 +426,18 @@ class DevicePacker:
         self._to_copy.submit(job)
 
     def _take_copied(self, copied: Iterable[ChunkJob]) -> None:
+        """What lies in pinned buffers is unpacked, as much as can be by each launch: it takes the
+        IO thread 0.1 to 0.2 ms beside eight streams, for one chunk as for several.
+        """
+        ready: dict[Hashable, list[ChunkJob]] = {}
         for job in copied:
             job.is_copying = False
             if job.order is None and job.error is None and not job.cancelled:
-                self._to_unpack.setdefault(job.key, []).append(job)
+                ready.setdefault(_likeness(job), []).append(job)
             else:
                 self._end(job)
-        if self._to_unpack:
-            self._unpack_copied()
-
-    def _unpack_copied(self) -> None:
-        """As much as can be by each launch; but little of a transfer not before the rest of it has
-        been copied.
-        """
-        copying = {job.key for job in self._jobs if job.is_copying}
-        for key, jobs in list(self._to_unpack.items()):
-            if key in copying and sum(job.chunk.nbytes for job in jobs) < _UNPACKED_NBYTES:
-                continue
-            del self._to_unpack[key]
-            ready: dict[Hashable, list[ChunkJob]] = {}
-            for job in jobs:
-                ready.setdefault(_likeness(job), []).append(job)
-            for alike in ready.values():
-                self._launch(*alike)
+        for jobs in ready.values():
+            self._launch(*jobs)
 
     # -- ends
 

@@ -18,6 +18,7 @@ from kvxfer.transfer.costs import (
     plan_staging,
     size_text,
 )
+from kvxfer.transports.pipe import HOST_STAGING
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 TCP = WireCosts(latency_s=300e-6, message_s=200e-6, bytes_per_s=3e9)
@@ -73,6 +74,26 @@ def test_streams_have_four_chunks_each_that_are_worth_their_messages() -> None:
             4 * MIB,
             8 * MIB,
         ]
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "num_slots", "slot_mib"), [(1, 7, 4), (2, 10, 4), (4, 16, 8), (8, 32, 8)]
+)
+def test_the_chunks_of_all_streams_leave_without_waiting_for_a_credit(
+    num_streams: int, num_slots: int, slot_mib: int
+) -> None:
+    """``zmq`` between GPUs, as above. Slots stay as large as a long prompt's chunks."""
+    zmq = WireCosts(latency_s=7e-4, message_s=4e-4, bytes_per_s=1.6e9)
+    size = HOST_STAGING.over(num_streams)
+    bounds = StagingBounds(
+        size.nbytes, size.most_slot_nbytes, busy_slots=size.busy_slots, num_streams=num_streams
+    )
+    staging = plan_staging(zmq, Workload(256 * MIB, 64 * KIB), bounds)
+    assert (staging.num_slots, staging.slot_nbytes) == (num_slots, slot_mib * MIB)
+    assert staging.num_slots * staging.slot_nbytes <= bounds.nbytes
+    if num_streams > 1:
+        nbytes = num_streams * 16 * MIB  # four chunks for each
+        assert nbytes / staging.chunk_nbytes(zmq, nbytes) <= num_slots
 
 
 def test_slots_of_a_slow_wire_hold_more_than_one_way_round() -> None:

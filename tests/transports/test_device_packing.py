@@ -132,7 +132,6 @@ def _is_at_rest(packer: DevicePacker, reaches_host: bool) -> bool:
         packer._jobs
         or packer._gathered
         or packer._waiting
-        or packer._to_unpack
         or packer._ended
         or len(packer._in_flight)
         or len(packer._bounces) != packer._num_bounces
@@ -706,56 +705,19 @@ def _launched(packer: DevicePacker, monkeypatch: pytest.MonkeyPatch) -> list[str
     return seen
 
 
-@pytest.mark.parametrize(
-    ("copied", "launched"),
-    [
-        ("8a 8a 8a", ""),
-        ("8a 8a 8a 8a", "8a 8a 8a 8a"),
-        ("16a 1b 8a", "1b"),
-        ("16a 1b 16a", "16a 16a, 1b"),
-    ],
-)
-def test_copied_chunks_wait_for_more_of_their_transfer(
-    copied: str, launched: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They lie in pinned buffers, and one more of ``a`` is being copied."""
+def test_a_chunk_that_is_to_be_copied_first_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The end of its copy does
     with packing_pair(_with_ten_buffers, monkeypatch) as pair:
         packer, to_copy, wakes = _packer(pair.sink), list[ChunkJob](), list[None]()
         seen = _launched(packer, monkeypatch)
         monkeypatch.setattr(packer._to_copy, "submit", to_copy.append)
         monkeypatch.setattr(packer, "_wake", lambda: wakes.append(None))
-        for slot, said in enumerate([*copied.split(), "1a"]):
-            packer.submit(_job(said, slot, None))
-        assert wakes == []  # the copies will
-        *some, last = to_copy
-        packer._copied.put(*some)
-        assert list(packer.drain()) == []
-        assert ", ".join(seen) == launched
-        packer._copied.put(last)
-        assert list(packer.drain()) == []
-        assert sorted(" ".join(seen).replace(",", "").split()) == sorted([*copied.split(), "1a"])
-        assert packer._to_unpack == {}
-        packer._jobs.clear()
-
-
-def test_a_copied_chunk_that_waits_for_more_can_be_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with packing_pair(_with_ten_buffers, monkeypatch) as pair:
-        packer, to_copy = _packer(pair.sink), list[ChunkJob]()
-        seen = _launched(packer, monkeypatch)
-        monkeypatch.setattr(packer._to_copy, "submit", to_copy.append)
         for slot in range(3):
             packer.submit(_job("1a", slot, None))
-        first, second, last = to_copy
-        packer._copied.put(first, second)
+        assert wakes == []
+        packer._copied.put(*to_copy)
         assert list(packer.drain()) == []
-        packer.cancel(second)
-        assert list(packer.drain()) == [second]
-        assert second.end is CopyEnd.CANCELLED
-        packer._copied.put(last)
-        assert list(packer.drain()) == []
-        assert seen == ["1a 1a"]
+        assert seen == ["1a 1a 1a"]
         packer._jobs.clear()
 
 

@@ -645,15 +645,21 @@ def test_jobs_go_to_the_thread_that_has_fewest_and_can_be_cancelled_there() -> N
     assert len(ended) == 6
 
 
-@pytest.mark.parametrize(("device", "num_cores"), [("cpu", 1), ("cuda", 3)])
-def test_beside_a_gpu_a_copy_may_take_a_core_for_each_stream(device: str, num_cores: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "num_threads", "num_cores"), [("cpu", 3, 1), ("cuda", 1, 3)], ids=str
+)
+def test_beside_a_gpu_one_thread_copies_with_a_core_for_each_stream(
+    device: str, num_threads: int, num_cores: int
+) -> None:
     inside: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def pieces() -> Iterator[None]:
         inside.put(torch.get_num_threads())
         yield
 
+    before = set(threading.enumerate())
     threads = make_copier(Config(zmq_streams=3), torch.device(device))
+    assert len(set(threading.enumerate()) - before) == num_threads
     for lane in range(3):
         threads.submit(PiecesJob(lane, pieces()))
     assert [inside.get(timeout=120) for _ in range(3)] == [num_cores] * 3
