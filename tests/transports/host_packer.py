@@ -17,18 +17,12 @@ from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transports.base import LocalMemory, Wake
 from kvxfer.transports.copy_thread import Copier
-from kvxfer.transports.pipe import Pipe
 from kvxfer.transports.stream_packing import DevicePacker
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.transports.host_gpu import HostGpu
-from tests.transports.pair import ZMQ, Pair
+from tests.transports.pair import ZMQ, Pair, zmq_pipe
 from tests.wires import use_sink, use_source
-
-
-def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    return ZmqPipe()
 
 
 def host_packer(
@@ -83,15 +77,9 @@ class HostCopier(DeviceCopier):
         return Launched(HostEvent(), sum(dense.numel() for _, dense in pieces))
 
 
-def quick_packer(
-    memory: LocalMemory,
-    config: Config,
-    copy_thread: Copier,
-    wake: Wake,
-    *,
-    reaches_host: bool = False,
-) -> DevicePacker:
-    packer = host_packer(memory, config, copy_thread, wake, reaches_host=reaches_host)
+def quick_packer(memory: LocalMemory, *arguments: Any, **options: Any) -> DevicePacker:
+    """The same, without kernels."""
+    packer = host_packer(memory, *arguments, **options)
     packer._copier = HostCopier(memory)
     return packer
 

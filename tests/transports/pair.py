@@ -41,9 +41,11 @@ from kvxfer.transports.base import (
     SourceCompletion,
     TransferKey,
     Trial,
+    Wake,
 )
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.parallel import make_context, make_copier
+from kvxfer.transports.pipe import Pipe
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.stream_connections import Connections
 from kvxfer.transports.stream_link import Link
@@ -51,11 +53,17 @@ from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import STREAM_VERSION, Attach, Expect
 from kvxfer.transports.wake_up import WakeUp
+from kvxfer.transports.zmq_pipe import ZmqPipe
 
 ATTACH = Attach(STREAM_VERSION, 4, 4 << 20, "zmq")
 """What a sink with four slots says first."""
 CONFIG = Config(staging_slots=4, peer_silent_s=300.0, connect_timeout_s=300.0, zmq_streams=1)
 ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
+
+
+def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    """Without pinned memory, also beside a GPU."""
+    return ZmqPipe()
 
 
 def key_of(number: int) -> TransferKey:

@@ -36,10 +36,10 @@ from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.tcp_pipe import TcpPipe
 from kvxfer.transports.ucx_pipe import UcxPipe
-from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
 from tests.helpers import needs_nixl, needs_ucxx
 from tests.transports.host_gpu import HostGpu
+from tests.transports.pair import zmq_pipe
 
 # Few slots, so that chunks wait for credits; heartbeats quick enough for a test.
 CONFIG = Config(staging_slots=4, peer_silent_s=1.0)
@@ -73,10 +73,6 @@ def stream_sink(
     context: Context,
 ) -> StreamSink:
     return StreamSink(make_pipe, memory, CONFIG, copy_thread, wake, context)
-
-
-def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    return ZmqPipe()
 
 
 def tcp_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:

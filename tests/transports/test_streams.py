@@ -49,7 +49,7 @@ from kvxfer.transports.parallel import (
     stream_threads,
     thread_of_stream,
 )
-from kvxfer.transports.pipe import HOST_STAGING, Pipe, Slots
+from kvxfer.transports.pipe import HOST_STAGING, Slots
 from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
 from kvxfer.transports.stream_machine import SlotEvent, SourceSlots
 from kvxfer.transports.stream_sink import StreamSink
@@ -65,7 +65,7 @@ from kvxfer.transports.stream_wire import (
     decode_to_source,
     encode,
 )
-from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
+from kvxfer.transports.zmq_pipe import ZmqSourceLane
 from tests.far_peers import limit_descriptors, use_tcp
 from tests.machine import CPU_QUOTA, put
 from tests.spoken import change_frames, watch_dealers, watch_frames
@@ -79,6 +79,7 @@ from tests.transports.pair import (
     key_of,
     link_of,
     load,
+    zmq_pipe,
 )
 
 
@@ -569,10 +570,6 @@ def _leave(slots: SourceSlots) -> int:
 
 
 # ------------------------------------------------------------------ the wire's contract
-
-
-def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    return ZmqPipe()
 
 
 PUBLIC_KEY, SECRET_KEY = (key.decode() for key in zmq.curve_keypair())

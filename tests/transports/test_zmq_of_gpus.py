@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,65 +15,53 @@ from kvxfer.testing.peers import Context
 from kvxfer.transports.base import LocalMemory, Wake
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.pipe import CHUNK_S
-from kvxfer.transports.stream_packing import make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
 from tests.conftest import HAS_CUDA
 from tests.spoken import watch_dealers
-from tests.transports.host_packer import packing_pair, quick_packer, zmq_pipe
-from tests.transports.pair import ZMQ, connections_of
+from tests.transports.host_packer import made_with, packing_pair, quick_packer
+from tests.transports.pair import ZMQ, connections_of, zmq_pipe
 
 
-def source_of_gpu(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSource:
-    packer = make_packer if memory.device.type == "cuda" else quick_packer
-    made = packer(memory, ZMQ, copy_thread, wake)
-    return StreamSource(zmq_pipe, memory, ZMQ, copy_thread, wake, context, made)
+def plain(
+    side: Any, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> Any:
+    """A side with the packer that suits its memory."""
+    return side(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
 
 
-def sink_of_gpu(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSink:
-    packer = make_packer if memory.device.type == "cuda" else quick_packer
-    made = packer(memory, ZMQ, copy_thread, wake)
-    return StreamSink(zmq_pipe, memory, ZMQ, copy_thread, wake, context, made)
-
-
-def source_of_cpu(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSource:
-    return StreamSource(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
-
-
-def sink_of_cpu(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSink:
-    return StreamSink(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
+def quick(
+    side: Any, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> Any:
+    """A side in host memory, as if it were a GPU's."""
+    return made_with(side, quick_packer, memory, ZMQ, copy_thread, wake, context)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="kernels run on the GPU")
 def test_zmq_without_a_gpu_keeps_every_promise() -> None:
-    check_transport(source_of_gpu, sink_of_gpu)
+    check_transport(partial(quick, StreamSource), partial(quick, StreamSink))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("make_source", "make_sink", "source_device", "sink_device"),
+    ("source_device", "sink_device"),
     [
-        pytest.param(source_of_gpu, sink_of_gpu, "cuda:0", "cuda:0", id="one GPU"),
-        pytest.param(source_of_gpu, sink_of_gpu, "cuda:0", "cuda:1", id="two GPUs"),
-        pytest.param(source_of_gpu, sink_of_cpu, "cuda:0", "cpu", id="GPU to CPU"),
-        pytest.param(source_of_cpu, sink_of_gpu, "cpu", "cuda:0", id="CPU to GPU"),
+        pytest.param("cuda:0", "cuda:0", id="one GPU"),
+        pytest.param("cuda:0", "cuda:1", id="two GPUs"),
+        pytest.param("cuda:0", "cpu", id="GPU to CPU"),
+        pytest.param("cpu", "cuda:0", id="CPU to GPU"),
     ],
 )
-def test_zmq_between_gpus_keeps_every_promise(
-    make_source: Any, make_sink: Any, source_device: str, sink_device: str
-) -> None:
+def test_zmq_between_gpus_keeps_every_promise(source_device: str, sink_device: str) -> None:
     if "1" in sink_device and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    check_transport(make_source, make_sink, source_device=source_device, sink_device=sink_device)
+    check_transport(
+        partial(plain, StreamSource),
+        partial(plain, StreamSink),
+        source_device=source_device,
+        sink_device=sink_device,
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,16 @@ from urllib.parse import urlsplit
 import pytest
 import zmq
 
-from kvxfer.config import Config
 from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transports.base import LocalMemory, PeerGone, ReadDone, Trial, Wake
 from kvxfer.transports.channel import Bounds, Router, bind_unix
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.guard import nearest_endpoint, unix_endpoint, user_of
-from kvxfer.transports.pipe import Pipe
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.far_peers import use_tcp
-from tests.transports.pair import ZMQ, Pair, a_move, connections_of, key_of
-
-
-def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    return ZmqPipe()
+from tests.transports.pair import ZMQ, Pair, a_move, connections_of, key_of, zmq_pipe
 
 
 class TcpSink(StreamSink):
