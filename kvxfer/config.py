@@ -129,10 +129,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     whose prefill has not been heard of yet: what it has in its cache comes a trip of the network
     sooner or two. 0: they hold none before. Change it to a smaller one where decode runs out of
     blocks and prompts wait long in the queue of prefill."""
-    load_in_step_s: float = 0.002
+    load_in_step_s: float | None = None
     """Loads that together take no longer, by the trials of their wires, are part of the step that
-    orders them: it computes behind their copies. Where no other request runs, five times as long.
-    0: none is. Change it to a third of a decode step."""
+    orders them: it computes behind their copies, and other requests wait as long. Where none runs
+    it is 10 ms, or this if that is more. Not set: a third of a decode step, as the last ones were.
+    0: no load is. Change it to have first tokens sooner, or others more even."""
     peer_silent_s: float = 3.0
     """A peer that owes an answer and says nothing for this long is down. Change it where engines
     stand still for longer, or must be found dead sooner."""

@@ -29,7 +29,7 @@ DEFAULTS = {
     "early_wait_s": 30.0,
     "early_share": 0.5,
     "early_ahead": 0.25,
-    "load_in_step_s": 0.002,
+    "load_in_step_s": None,
     "peer_silent_s": 3.0,
     "connect_timeout_s": 5.0,
     "drain_timeout_s": 60.0,

@@ -22,8 +22,10 @@ source is told to drop the offer when no request wants it any more.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import msgspec
 
@@ -494,10 +496,14 @@ def _with_digest(request: RequestLike, source: SourceRef) -> SourceRef:
 # ------------------------------------------------------------------ loads within a step
 
 
-ALONE_FACTOR = 5
-"""So much longer loads are part of a step before which no request ran: nobody waits for them but
-each other. An asynchronous one of 4,000 tokens is seen 10 ms later, on two H100s.
+STEP_SHARE = 1 / 3
+"""Of a decode step, so much longer may loads make one for the requests that run."""
+ALONE_S = 0.01
+"""So long loads are part of a step before which no request ran: nobody waits for them but each
+other. An asynchronous one of 4,000 tokens is seen that much later, on two H100s.
 """
+MOST_DECODED_TOKENS = 16
+"""Of a request in a decode step: one, and those that a draft has guessed."""
 DISTRUST_S = 60.0
 """After a step has waited in vain, loads from that source are asynchronous for so long: the step
 has held up every request of its engine.
@@ -507,6 +513,32 @@ has held up every request of its engine.
 def predicted_s(near: Iterable[NearSource], num_tokens: int) -> float:
     """How long a load takes on the slowest of the ranks, which load side by side."""
     return max(each.latency_s + num_tokens * each.token_s for each in near)
+
+
+class DecodeSteps:
+    """How long the decode steps of an engine take."""
+
+    def __init__(self) -> None:
+        self._requests: frozenset[str] = frozenset()
+        self._ordered_s = 0.0
+        self._lasted_s: deque[float] = deque(maxlen=15)
+
+    def order(self, num_tokens: Mapping[str, int], now_s: float) -> None:
+        """The next step, with so many tokens of each of its requests. The one before has lasted
+        until now if both are decode steps of the same requests; else the engine may have idled.
+        """
+        are_few = max(num_tokens.values(), default=0) <= MOST_DECODED_TOKENS
+        requests = frozenset(num_tokens) if are_few else frozenset()
+        if requests and requests == self._requests:
+            self._lasted_s.append(now_s - self._ordered_s)
+        self._requests, self._ordered_s = requests, now_s
+
+    @property
+    def median_s(self) -> float:
+        """Of the last ones: a few were longer, by a load or by a prompt that came in. 0 before the
+        first.
+        """
+        return median(self._lasted_s) if self._lasted_s else 0.0
 
 
 class StepLoads:
@@ -521,11 +553,13 @@ class StepLoads:
 
     Args:
         limit_s: of all loads of one step together, by prediction, where requests run that wait for
-            it; ALONE_FACTOR times as long where none do. 0: none is promised.
+            it; ALONE_S, if that is more, where none do. None: STEP_SHARE of a decode step. 0: no
+            load is promised.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
+        self._steps = DecodeSteps()
         self._running: set[str] = set()
         self._near: dict[str, NearSources] = {}
         self._boards: dict[MemfdHandle, BoardView | None] = {}
@@ -534,7 +568,7 @@ class StepLoads:
 
     def learn(self, near: Mapping[str, NearSources]) -> None:
         """Take the tables of the ranks whose sources have changed, and map their boards."""
-        if not self._limit_s:
+        if self._limit_s == 0:
             return
         self._near.update(near)
         sources = [source for table in self._near.values() for source in table.values()]
@@ -555,8 +589,7 @@ class StepLoads:
         if len(near) < len(ranks):
             return None
         time_s = predicted_s(near, num_tokens)
-        limit_s = self._limit_s if self._running else ALONE_FACTOR * self._limit_s
-        if self._promised_s + time_s > limit_s:
+        if self._promised_s + time_s > self._most_s():
             return None
         boards = {handle for each in near for handle in each.boards}
         return time_s if all(self._shows(handle, source) for handle in boards) else None
@@ -564,11 +597,12 @@ class StepLoads:
     def promise(self, time_s: float) -> None:
         self._promised_s += time_s
 
-    def begin_step(self, running: Iterable[str]) -> None:
-        """``running``: the requests of the step that is ordered now."""
+    def begin_step(self, num_tokens: Mapping[str, int], now_s: float) -> None:
+        """``num_tokens``: of each request of the step that is ordered now."""
         self._promised_s = 0.0
-        if self._limit_s:
-            self._running = set(running)
+        if self._limit_s != 0:
+            self._running = set(num_tokens)
+            self._steps.order(num_tokens, now_s)
 
     def ended(self, request_id: str) -> None:
         self._running.discard(request_id)
@@ -581,6 +615,12 @@ class StepLoads:
         for handle in list(self._boards):
             self._close(handle)
         self._near = {}
+
+    def _most_s(self) -> float:
+        limit_s = self._limit_s
+        if limit_s is None:
+            limit_s = STEP_SHARE * self._steps.median_s
+        return limit_s if self._running else max(limit_s, ALONE_S)
 
     def _shows(self, handle: MemfdHandle, source: SourceRef) -> bool:
         board = self._boards.get(handle)

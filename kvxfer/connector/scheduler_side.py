@@ -363,7 +363,7 @@ class SchedulerConnector:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
         """NO_ORDERS itself where there are none. ``scheduler_output`` is only read."""
-        self._step_loads.begin_step(scheduler_output.num_scheduled_tokens)
+        self._step_loads.begin_step(scheduler_output.num_scheduled_tokens, self._now())
         orders = self._loads.step(self._offers.step(scheduler_output))
         if self._must_tell():
             self._told_open = self.num_open

@@ -98,7 +98,7 @@ def test_a_long_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wire", "settings", "counter"),
     [
-        ("shm", {"load_in_step_s": 0.5}, "requests.in_step"),
+        ("shm", {"load_in_step_s": 1.0}, "requests.in_step"),
         ("shm", {"verify": "sample"}, "verify.equal"),
         ("zmq", {"zmq_streams": 4}, "requests.loaded"),
         ("zmq", {"zmq_streams": 4, "verify": "all"}, "verify.equal"),

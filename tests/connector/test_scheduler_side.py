@@ -466,10 +466,10 @@ def test_the_end_of_a_prompt_is_computed_here(
 
 def test_a_load_is_part_of_the_step_that_nobody_else_waits_for() -> None:
     """Three steps' worth of copies: not while another request runs, and again when it has ended."""
-    side = connector(load_in_step_s=0.01)
+    side = connector(load_in_step_s=0.003)
     board = Board()
     assert board.post(SOURCE.offer.nonce, Posted(SOURCE.digest, 40, ((1,),)))
-    near = NearSource(0.03, 0.0, (board.handle,))
+    near = NearSource(0.009, 0.0, (board.handle,))
     side.update_connector_output(
         KVConnectorOutput(near={"pp0tp0": {SOURCE.offer.incarnation: near}})
     )

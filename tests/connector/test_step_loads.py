@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvxfer.connector import rank_service, worker_side
 from kvxfer.connector.board import Board, Posted
-from kvxfer.connector.loads import ALONE_FACTOR, DISTRUST_S, StepLoads
+from kvxfer.connector.loads import ALONE_S, DISTRUST_S, DecodeSteps, StepLoads
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
 from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.transfer.wire import OfferRef, Reason
@@ -32,7 +32,9 @@ from tests.wires import run_pieces, use_sink
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 TWO = EngineShape(tp_size=2, num_kv_heads=2, num_blocks=64)
 LIFE, DIGEST = b"l" * 16, b"d" * 32
-LIMIT_S = 1.0
+STEP_S = 0.0061
+LIMITS_S = {None: STEP_S / 3, 0.004: 0.004, 2 * ALONE_S: 2 * ALONE_S}
+"""By what is set: where other requests run, and decode steps take STEP_S."""
 
 # ------------------------------------------------------------------ what is promised
 
@@ -59,7 +61,9 @@ def source_of(number: int) -> SourceRef:
 SHOWN = st.sampled_from(["open", "any tokens", "other tokens", "over", "never"])
 # What a rank has said of the source: None, or its latency, its time for a token, and its boards
 SAID = st.none() | st.tuples(
-    st.sampled_from([0.0, 0.2, 0.6]), st.sampled_from([0.0, 0.01, 0.1]), st.sets(st.integers(0, 1))
+    st.sampled_from([0.0, 0.0003, 0.0019]),
+    st.sampled_from([0.0, 0.00001, 0.0003]),
+    st.sets(st.integers(0, 1)),
 )
 _number = iter(range(1 << 60))
 
@@ -69,7 +73,8 @@ _number = iter(range(1 << 60))
     num_ranks=st.integers(1, 3),
     shown=st.tuples(SHOWN, SHOWN),
     num_tokens=st.integers(1, 60),
-    promised_s=st.lists(st.sampled_from([0.1, 0.5, ALONE_FACTOR * LIMIT_S - 0.3]), max_size=2),
+    set_s=st.sampled_from(list(LIMITS_S)),
+    promised_s=st.lists(st.sampled_from([0.0001, 0.001, ALONE_S - 0.0003]), max_size=2),
     running=st.sets(st.sampled_from(["r", "s"])),
     late_for_s=st.none() | st.sampled_from([0.0, DISTRUST_S - 1, DISTRUST_S]),
 )
@@ -80,6 +85,7 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
     num_ranks: int,
     shown: tuple[str, str],
     num_tokens: int,
+    set_s: float | None,
     promised_s: list[float],
     running: set[str],
     late_for_s: float | None,
@@ -91,12 +97,14 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
             assert board.post(source.offer.nonce, Posted(digest, 100, ((1,),)))
         if what == "over":
             board.end(source.offer.nonce)
-    loads = StepLoads(LIMIT_S)
+    loads = StepLoads(set_s)
+    loads.begin_step({"q": 1}, 0.0)
+    loads.begin_step({"q": 1}, STEP_S)
     for rank, each in enumerate(said):
         handles = tuple(boards[number].handle for number in sorted(each[2])) if each else ()
         near = {LIFE: NearSource(each[0], each[1], handles)} if each else {}
         loads.learn({f"pp0tp{rank}": near})
-    loads.begin_step(running)
+    loads.begin_step(dict.fromkeys(running, 1), 1.0)
     for time_s in promised_s:
         loads.promise(time_s)
     if late_for_s is not None:
@@ -104,9 +112,9 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
     ranks = [f"pp0tp{rank}" for rank in range(num_ranks)]
     try:
         got = loads.time_s(source, num_tokens, ranks, 100.0)
-        loads.begin_step(["r"])
+        loads.begin_step({"t": 1}, 2.0)
         in_next = loads.time_s(source, num_tokens, ranks, 100.0)
-        loads.ended("r")
+        loads.ended("t")
         alone = loads.time_s(source, num_tokens, ranks, 100.0)
     finally:
         for board in boards:
@@ -122,10 +130,12 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
         )
         if are_open and (late_for_s is None or late_for_s >= DISTRUST_S):
             want = max(times)
-    limit_s = LIMIT_S if running else ALONE_FACTOR * LIMIT_S
+    among_others_s = LIMITS_S[set_s]
+    alone_s = max(among_others_s, ALONE_S)
+    limit_s = among_others_s if running else alone_s
     assert got == (want if sum(promised_s) + want <= limit_s else None)
-    assert in_next == (want if want <= LIMIT_S else None)
-    assert alone == (want if want <= ALONE_FACTOR * LIMIT_S else None)
+    assert in_next == (want if want <= among_others_s else None)
+    assert alone == (want if want <= alone_s else None)
 
 
 def test_without_a_limit_nothing_is_mapped(boards: list[Board]) -> None:
@@ -135,12 +145,55 @@ def test_without_a_limit_nothing_is_mapped(boards: list[Board]) -> None:
 
 
 def test_a_source_that_is_gone_is_forgotten(boards: list[Board]) -> None:
-    loads, source = StepLoads(LIMIT_S), source_of(1 << 64)
+    loads, source = StepLoads(None), source_of(1 << 64)
     assert boards[0].post(source.offer.nonce, Posted(DIGEST, 100, ((1,),)))
-    loads.learn({"pp0tp0": {LIFE: NearSource(0.1, 0.0, (boards[0].handle,))}})
-    assert loads.time_s(source, 1, ["pp0tp0"], 0.0) == 0.1
+    loads.learn({"pp0tp0": {LIFE: NearSource(0.001, 0.0, (boards[0].handle,))}})
+    assert loads.time_s(source, 1, ["pp0tp0"], 0.0) == 0.001
     loads.learn({"pp0tp0": {}})
     assert loads.time_s(source, 1, ["pp0tp0"], 0.0) is None
+    loads.close()
+
+
+# Steps of an engine: its requests with their tokens, and how long until the next step
+STEP = st.tuples(
+    st.dictionaries(st.sampled_from("abc"), st.sampled_from([1, 4, 16, 17, 2048]), max_size=2),
+    st.sampled_from([1, 2, 3, 50]),
+)
+
+
+@given(st.lists(STEP, max_size=40))
+def test_a_decode_step_lasts_until_the_next_one_of_the_same_requests(
+    steps: list[tuple[dict[str, int], int]],
+) -> None:
+    decode, now_s, lasted_s = DecodeSteps(), 100, []
+    for number, (num_tokens, wait_s) in enumerate(steps):
+        decode.order(num_tokens, now_s)
+        before, waited_s = steps[number - 1] if number else ({}, 0)
+        is_same = sorted(before) == sorted(num_tokens) != []
+        if is_same and all(
+            tokens < 17 for each in (before, num_tokens) for tokens in each.values()
+        ):
+            lasted_s.append(waited_s)
+        now_s += wait_s
+    last_s = sorted(lasted_s[-15:])
+    middle = len(last_s) // 2
+    if not last_s:
+        assert decode.median_s == 0
+    elif len(last_s) % 2:
+        assert decode.median_s == last_s[middle]
+    else:
+        assert decode.median_s == (last_s[middle - 1] + last_s[middle]) / 2
+
+
+def test_no_load_is_among_others_before_a_decode_step_was_seen(boards: list[Board]) -> None:
+    loads, source = StepLoads(None), source_of((1 << 64) + 1)
+    assert boards[0].post(source.offer.nonce, Posted(DIGEST, 100, ((1,),)))
+    loads.learn({"pp0tp0": {LIFE: NearSource(0.001, 0.0, (boards[0].handle,))}})
+    got = []
+    for now_s in (1.0, 1.004):
+        loads.begin_step({"r": 1}, now_s)
+        got.append(loads.time_s(source, 1, ["pp0tp0"], now_s))
+    assert got == [None, 0.001]
     loads.close()
 
 

@@ -20,7 +20,7 @@ PATIENCE_S = 180.0
 """Until so many loads as a test wants were part of a step. What a rank tells of its sources comes
 with a step, and in the minute after a step has waited in vain no load is part of one.
 """
-WIDE = {"load_in_step_s": 0.5}
+WIDE = {"load_in_step_s": 1.0}
 """A machine that is busy while wires are tried seems to have slow ones."""
 
 

@@ -56,7 +56,7 @@ class Pair:
         policy, is_async = mode
         self.source = make(role="kv_producer")
         self.sink = make(
-            role="kv_consumer", policy=policy, is_async=is_async, load_in_step_s=0.5, **more
+            role="kv_consumer", policy=policy, is_async=is_async, load_in_step_s=1.0, **more
         )
         self.board = BoardView.open(self.source.worker.get_handshake_metadata().manifest.board)
         self.load("first", prompt_of(random.Random(0)))
@@ -326,7 +326,7 @@ def test_within_multi_connector_there_is_none(
         "kv_connector": "KvxferConnector",
         "kv_connector_module_path": "kvxfer.integrations.vllm",
         "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"port": 0, "load_in_step_s": 0.5},
+        "kv_connector_extra_config": {"port": 0, "load_in_step_s": 1.0},
     }
     pair = Pair(make, monkeypatch, mode, connectors=[child])
     (line,) = [line for line in caplog.messages if "never part of a step" in line]

@@ -27,7 +27,7 @@ def connector(role: str, policy: str = "fail", faults: str = "") -> Connector:
         name="SharedConnector",
         module="tests.vllm.shared_connector",
         role=role,
-        extra={"load_in_step_s": 0.5} if role == "kv_consumer" else {},
+        extra={"load_in_step_s": 1.0} if role == "kv_consumer" else {},
         policy=policy,
         faults=faults,
     )

@@ -185,7 +185,7 @@ class SchedulerSide:
             self._unproven = UnprovenKV(None)
         elif self._unproven is None:
             why = why or "vLLM's block pool is not as kvxfer knows it"
-        if not (why and config.load_in_step_s and self._settings.can_receive):
+        if not (why and config.load_in_step_s != 0 and self._settings.can_receive):
             return config
         _log.info("loads are asynchronous, never part of a step: %s", why)
         return msgspec.structs.replace(config, load_in_step_s=0.0)
