@@ -523,12 +523,13 @@ class DecodeSteps:
         self._ordered_s = 0.0
         self._lasted_s: deque[float] = deque(maxlen=15)
 
-    def order(self, num_tokens: Mapping[str, int], now_s: float) -> None:
-        """The next step, with so many tokens of each of its requests. The one before has lasted
-        until now if both are decode steps of the same requests; else the engine may have idled.
+    def order(self, requests: frozenset[str], most_tokens: int, now_s: float) -> None:
+        """The next step, of these requests, with so many tokens of one at most. The one before has
+        lasted until now if both are decode steps of the same requests; else the engine may have
+        idled.
         """
-        are_few = max(num_tokens.values(), default=0) <= MOST_DECODED_TOKENS
-        requests = frozenset(num_tokens) if are_few else frozenset()
+        if most_tokens > MOST_DECODED_TOKENS:
+            requests = frozenset()
         if requests and requests == self._requests:
             self._lasted_s.append(now_s - self._ordered_s)
         self._requests, self._ordered_s = requests, now_s
@@ -560,7 +561,7 @@ class StepLoads:
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
         self._steps = DecodeSteps()
-        self._running: set[str] = set()
+        self._running: frozenset[str] = frozenset()
         self._near: dict[str, NearSources] = {}
         self._boards: dict[MemfdHandle, BoardView | None] = {}
         self._until_s: dict[bytes, float] = {}
@@ -601,11 +602,11 @@ class StepLoads:
         """``num_tokens``: of each request of the step that is ordered now."""
         self._promised_s = 0.0
         if self._limit_s != 0:
-            self._running = set(num_tokens)
-            self._steps.order(num_tokens, now_s)
+            self._running = frozenset(num_tokens)
+            self._steps.order(self._running, max(num_tokens.values(), default=0), now_s)
 
     def ended(self, request_id: str) -> None:
-        self._running.discard(request_id)
+        self._running -= {request_id}
 
     def was_late(self, source: SourceRef, now_s: float) -> None:
         self._until_s = {life: s for life, s in self._until_s.items() if s > now_s}

@@ -168,7 +168,7 @@ def test_a_decode_step_lasts_until_the_next_one_of_the_same_requests(
     steps = [(num_tokens, wait_s) for num_tokens, waits_s in runs for wait_s in waits_s]
     decode, now_s, lasted_s = DecodeSteps(), 100, []
     for number, (num_tokens, wait_s) in enumerate(steps):
-        decode.order(num_tokens, now_s)
+        decode.order(frozenset(num_tokens), max(num_tokens.values(), default=0), now_s)
         before, waited_s = steps[number - 1] if number else ({}, 0)
         is_same = sorted(before) == sorted(num_tokens) != []
         if is_same and all(
