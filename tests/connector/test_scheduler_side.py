@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace as Bag
@@ -464,28 +465,50 @@ def test_the_end_of_a_prompt_is_computed_here(
     assert c.get_num_new_matched_tokens(request, 16) == expected
 
 
-def test_a_load_is_part_of_the_step_that_nobody_else_waits_for() -> None:
-    """Three steps' worth of copies: not while another request runs, and again when it has ended."""
-    side = connector(load_in_step_s=0.003)
+@contextmanager
+def near_source(side: SchedulerConnector, takes_s: float) -> Iterator[None]:
+    """A source that shows its offer, and of which every load takes so long."""
     board = Board()
     assert board.post(SOURCE.offer.nonce, Posted(SOURCE.digest, 40, ((1,),)))
-    near = NearSource(0.009, 0.0, (board.handle,))
+    near = NearSource(takes_s, 0.0, (board.handle,))
     side.update_connector_output(
         KVConnectorOutput(near={"pp0tp0": {SOURCE.offer.incarnation: near}})
     )
-    request, other = wanting(), Request(request_id="other")
-    side.on_new_request(request)
-    ask = partial(side.get_num_new_matched_tokens, request, 0)
-    assert ask() == (39, False)
-    side.build_connector_meta(step(counts={"other": 1}))
-    assert ask() == (39, True)
-    side.request_finished(other, [])
-    assert ask() == (39, False)
-    side.update_state_after_alloc(request, Blocks([4, 5, 6]), 39)
-    (load,) = side.build_connector_meta(step(counts={"r": 40})).loads
-    assert load.in_step
+    yield
     side.shutdown()
     board.close()
+
+
+def test_a_load_is_part_of_the_step_that_nobody_else_waits_for() -> None:
+    """Three steps' worth of copies: not while another request runs, and again when it has ended."""
+    side = connector(load_in_step_s=0.003)
+    with near_source(side, 0.009):
+        request, other = wanting(), Request(request_id="other")
+        side.on_new_request(request)
+        ask = partial(side.get_num_new_matched_tokens, request, 0)
+        assert ask() == (39, False)
+        side.build_connector_meta(step(counts={"other": 1}))
+        assert ask() == (39, True)
+        side.request_finished(other, [])
+        assert ask() == (39, False)
+        side.update_state_after_alloc(request, Blocks([4, 5, 6]), 39)
+        (load,) = side.build_connector_meta(step(counts={"r": 40})).loads
+        assert load.in_step
+
+
+@pytest.mark.parametrize(("takes_s", "is_asynchronous"), [(0.0009, False), (0.0011, True)])
+def test_a_load_makes_a_step_of_others_a_third_longer(
+    takes_s: float, is_asynchronous: bool
+) -> None:
+    times_s = [1.0]
+    side = connector(now=lambda: times_s[-1])
+    with near_source(side, takes_s):
+        for _ in range(3):
+            times_s.append(times_s[-1] + 0.003)
+            side.build_connector_meta(step(counts={"other": 1}))
+        request = wanting()
+        side.on_new_request(request)
+        assert side.get_num_new_matched_tokens(request, 0) == (39, is_asynchronous)
 
 
 def test_a_load_has_the_trace_of_its_request() -> None:
