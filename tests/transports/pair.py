@@ -26,7 +26,7 @@ from kvxfer.testing.cases import (
     naive_copy,
     source_bytes,
 )
-from kvxfer.testing.peers import is_end
+from kvxfer.testing.peers import Context, is_end
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports.base import (
     DirectSink,
@@ -43,9 +43,10 @@ from kvxfer.transports.base import (
     Trial,
     Wake,
 )
+from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.parallel import make_context, make_copier
-from kvxfer.transports.pipe import Pipe
+from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.stream_connections import Connections
 from kvxfer.transports.stream_link import Link
@@ -64,6 +65,25 @@ ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
 def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     """Without pinned memory, also beside a GPU."""
     return ZmqPipe()
+
+
+class TcpSink(StreamSink):
+    """Of a source on the same host, too."""
+
+    uses_unix_sockets = False
+
+
+def stream_side(
+    side: Callable[..., Any],
+    make_pipe: MakePipe,
+    config: Config,
+    memory: LocalMemory,
+    copy_thread: CopyThread,
+    wake: Wake,
+    context: Context,
+) -> Any:
+    """A stream's source or sink, of ``check_transport`` but for the first three."""
+    return side(make_pipe, memory, config, copy_thread, wake, context)
 
 
 def key_of(number: int) -> TransferKey:

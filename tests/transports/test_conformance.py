@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,7 +40,7 @@ from kvxfer.transports.ucx_pipe import UcxPipe
 from tests.conftest import HAS_CUDA
 from tests.helpers import needs_nixl, needs_ucxx
 from tests.transports.host_gpu import HostGpu
-from tests.transports.pair import zmq_pipe
+from tests.transports.pair import stream_side, zmq_pipe
 
 # Few slots, so that chunks wait for credits; heartbeats quick enough for a test.
 CONFIG = Config(staging_slots=4, peer_silent_s=1.0)
@@ -53,26 +54,6 @@ def shm_source(
 
 def shm_sink(memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context) -> ShmSink:
     return ShmSink(memory, CONFIG, copy_thread, wake, context)
-
-
-def stream_source(
-    make_pipe: MakePipe,
-    memory: LocalMemory,
-    copy_thread: CopyThread,
-    wake: Wake,
-    context: Context,
-) -> StreamSource:
-    return StreamSource(make_pipe, memory, CONFIG, copy_thread, wake, context)
-
-
-def stream_sink(
-    make_pipe: MakePipe,
-    memory: LocalMemory,
-    copy_thread: CopyThread,
-    wake: Wake,
-    context: Context,
-) -> StreamSink:
-    return StreamSink(make_pipe, memory, CONFIG, copy_thread, wake, context)
 
 
 def tcp_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
@@ -93,11 +74,15 @@ def nixl_reading_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     return pipe
 
 
-zmq_source, zmq_sink = partial(stream_source, zmq_pipe), partial(stream_sink, zmq_pipe)
-tcp_source, tcp_sink = partial(stream_source, tcp_pipe), partial(stream_sink, tcp_pipe)
-ucx_source, ucx_sink = partial(stream_source, ucx_pipe), partial(stream_sink, ucx_pipe)
-nixl_source, nixl_sink = partial(stream_source, nixl_pipe), partial(stream_sink, nixl_pipe)
-nixl_reading_sink = partial(stream_sink, nixl_reading_pipe)
+def of_stream(side: type[StreamSource | StreamSink], make_pipe: MakePipe) -> Any:
+    return partial(stream_side, side, make_pipe, CONFIG)
+
+
+zmq_source, zmq_sink = of_stream(StreamSource, zmq_pipe), of_stream(StreamSink, zmq_pipe)
+tcp_source, tcp_sink = of_stream(StreamSource, tcp_pipe), of_stream(StreamSink, tcp_pipe)
+ucx_source, ucx_sink = of_stream(StreamSource, ucx_pipe), of_stream(StreamSink, ucx_pipe)
+nixl_source, nixl_sink = of_stream(StreamSource, nixl_pipe), of_stream(StreamSink, nixl_pipe)
+nixl_reading_sink = of_stream(StreamSink, nixl_reading_pipe)
 
 
 def cuda_ipc_source(
@@ -194,24 +179,6 @@ class NeverNotices(StreamSink):
         return [c for c in super().poll() if "ended" not in str(c)]
 
 
-def lossy_source(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> LosesTheLastChunk:
-    return LosesTheLastChunk(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
-
-
-def untidy_sink(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> WritesOneByteTooMuch:
-    return WritesOneByteTooMuch(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
-
-
-def hasty_sink(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> SaysDoneBeforeTheEnd:
-    return SaysDoneBeforeTheEnd(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
-
-
 def restless_sink(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
 ) -> StopsTooEarly:
@@ -224,10 +191,10 @@ def blind_sink(
     return LosesWhatIsLookedAt(memory, CONFIG, copy_thread, wake, context)
 
 
-def deaf_sink(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> NeverNotices:
-    return NeverNotices(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
+lossy_source = of_stream(LosesTheLastChunk, zmq_pipe)
+untidy_sink = of_stream(WritesOneByteTooMuch, zmq_pipe)
+hasty_sink = of_stream(SaysDoneBeforeTheEnd, zmq_pipe)
+deaf_sink = of_stream(NeverNotices, zmq_pipe)
 
 
 @pytest.mark.parametrize(

@@ -27,19 +27,17 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError
 from kvxfer.tensors.device_memory import Gpu
 from kvxfer.testing import check_transport
-from kvxfer.testing.peers import Context, PiecesJob
+from kvxfer.testing.peers import PiecesJob
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
-    LocalMemory,
     Packed,
     PeerGone,
     ReadBroke,
     ReadDone,
     SendStopped,
-    Wake,
 )
 from kvxfer.transports.channel import Dealer
-from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
+from kvxfer.transports.copy_thread import CopyJob, CopyThreads
 from kvxfer.transports.parallel import (
     MOST_FURTHER,
     make_context,
@@ -73,12 +71,14 @@ from tests.transports.pair import (
     ATTACH,
     ZMQ,
     Pair,
+    TcpSink,
     a_move,
     connections_of,
     end_stream,
     key_of,
     link_of,
     load,
+    stream_side,
     zmq_pipe,
 )
 
@@ -576,26 +576,13 @@ PUBLIC_KEY, SECRET_KEY = (key.decode() for key in zmq.curve_keypair())
 CURVE = {"curve_public_key": PUBLIC_KEY, "curve_secret_key": SECRET_KEY}
 
 
-class TcpSink(StreamSink):
-    uses_unix_sockets = False
-
-
-def make_source(
-    number: int, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSource:
-    return StreamSource(zmq_pipe, memory, with_streams(number), copy_thread, wake, context)
-
-
-def make_sink(
-    number: int, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSink:
-    sink = TcpSink if number == 4 else StreamSink
-    return sink(zmq_pipe, memory, with_streams(number), copy_thread, wake, context)
-
-
 @pytest.mark.parametrize("number", [2, 4])
 def test_the_wire_keeps_every_promise_over_streams(number: int) -> None:
-    check_transport(partial(make_source, number), partial(make_sink, number))
+    sink, config = TcpSink if number == 4 else StreamSink, with_streams(number)
+    check_transport(
+        partial(stream_side, StreamSource, zmq_pipe, config),
+        partial(stream_side, sink, zmq_pipe, config),
+    )
 
 
 def test_all_streams_have_curve_keys(

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from kvxfer.testing import check_transport
-from kvxfer.testing.peers import Context
-from kvxfer.transports.base import LocalMemory, Wake
-from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.base import LocalMemory
 from kvxfer.transports.pipe import CHUNK_S
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
@@ -21,21 +19,12 @@ from kvxfer.transports.stream_wire import AskTrial, Attach, decode_to_source
 from tests.conftest import HAS_CUDA
 from tests.spoken import watch_dealers
 from tests.transports.host_packer import made_with, packing_pair, quick_packer
-from tests.transports.pair import ZMQ, connections_of, zmq_pipe
+from tests.transports.pair import ZMQ, connections_of, stream_side, zmq_pipe
 
 
-def plain(
-    side: Any, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> Any:
-    """A side with the packer that suits its memory."""
-    return side(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
-
-
-def quick(
-    side: Any, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> Any:
+def quick(side: Any, memory: LocalMemory, *others: Any) -> Any:
     """A side in host memory, as if it were a GPU's."""
-    return made_with(side, quick_packer, memory, ZMQ, copy_thread, wake, context)
+    return made_with(side, quick_packer, memory, ZMQ, *others)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="kernels run on the GPU")
@@ -57,8 +46,8 @@ def test_zmq_between_gpus_keeps_every_promise(source_device: str, sink_device: s
     if "1" in sink_device and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     check_transport(
-        partial(plain, StreamSource),
-        partial(plain, StreamSink),
+        partial(stream_side, StreamSource, zmq_pipe, ZMQ),
+        partial(stream_side, StreamSink, zmq_pipe, ZMQ),
         source_device=source_device,
         sink_device=sink_device,
     )
