@@ -504,6 +504,10 @@ other. An asynchronous one of 4,000 tokens is seen that much later, on two H100s
 """
 MOST_DECODED_TOKENS = 16
 """Of a request in a decode step: one, and those that a draft has guessed."""
+NUM_STEPS = 15
+"""Decode steps of which the median counts: few of them are longer, by a load or by a prompt that
+came in.
+"""
 DISTRUST_S = 60.0
 """After a step has waited in vain, loads from that source are asynchronous for so long: the step
 has held up every request of its engine.
@@ -521,7 +525,7 @@ class DecodeSteps:
     def __init__(self) -> None:
         self._requests: frozenset[str] = frozenset()
         self._ordered_s = 0.0
-        self._lasted_s: deque[float] = deque(maxlen=15)
+        self._lasted_s: deque[float] = deque(maxlen=NUM_STEPS)
 
     def order(self, requests: frozenset[str], most_tokens: int, now_s: float) -> None:
         """The next step, of these requests, with so many tokens of one at most. The one before has
@@ -536,9 +540,7 @@ class DecodeSteps:
 
     @property
     def median_s(self) -> float:
-        """Of the last ones: a few were longer, by a load or by a prompt that came in. 0 before the
-        first.
-        """
+        """Of the last NUM_STEPS; 0 before the first."""
         return median(self._lasted_s) if self._lasted_s else 0.0
 
 
@@ -603,6 +605,7 @@ class StepLoads:
         self._promised_s = 0.0
         if self._limit_s != 0:
             self._running = frozenset(num_tokens)
+        if self._limit_s is None:
             self._steps.order(self._running, max(num_tokens.values(), default=0), now_s)
 
     def ended(self, request_id: str) -> None:
