@@ -30,7 +30,7 @@ from kvxfer.transfer.wire import (
 from kvxfer.transports.guard import unix_endpoint
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, service_of, until
-from tests.connector.test_scheduler_side import SOURCE, Blocks, Request, connector, step
+from tests.connector.scheduler import SOURCE, Blocks, Request, connector, step
 
 SHAPE = EngineShape()
 OFFER = {"do_remote_decode": True}

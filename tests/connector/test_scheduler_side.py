@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace as Bag
 from typing import Any
@@ -14,14 +10,7 @@ import msgspec
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.connector.board import Board, Posted
-from kvxfer.connector.params import (
-    LoadWanted,
-    Plain,
-    make_params,
-    parse_params,
-    prefill_params,
-)
+from kvxfer.connector.params import LoadWanted, make_params, parse_params, prefill_params
 from kvxfer.connector.records import (
     NO_ORDERS,
     AbortLoad,
@@ -29,140 +18,30 @@ from kvxfer.connector.records import (
     EndOffer,
     Hold,
     KVConnectorOutput,
-    NearSource,
     NewLoad,
     NewOffer,
     OfferBlocks,
-    SourceRef,
     Unhold,
 )
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
-from kvxfer.transfer.manifest import CacheFacts, EngineIdentity, RankId, RankManifest
 from kvxfer.transfer.tokens import token_digest
-from kvxfer.transfer.wire import OfferRef, Reason
-
-INCARNATION = b"i" * 16
-FACTS = CacheFacts(
-    model="llama",
-    weights="w",
-    rope="r",
-    dtype="float32",
-    quantisation="none",
-    num_kv_heads=4,
-    head_size=64,
-    num_layers=2,
+from kvxfer.transfer.wire import Reason
+from tests.connector.scheduler import (
+    ENGINE,
+    INCARNATION,
+    PROMPT,
+    SOURCE,
+    Blocks,
+    Request,
+    connector,
+    ends_of,
+    handed,
+    offering,
+    rank_manifest,
+    step,
+    wanting,
 )
-ENGINE = EngineIdentity(
-    engine_id="me",
-    incarnation=INCARNATION,
-    facts=FACTS,
-    tp_size=1,
-    pp_size=1,
-    block_tokens=16,
-    layout="HND",
-)
-PROMPT = tuple(range(40))
-SOURCE = SourceRef(
-    engine_id="p",
-    endpoint="tcp://127.0.0.1:5700",
-    offer=OfferRef(b"n" * 16, b"s" * 16),
-    num_tokens=40,
-    digest=token_digest(PROMPT),
-)
-
-
-@dataclass
-class Request:
-    request_id: str = "r"
-    prompt_token_ids: tuple[int, ...] = PROMPT
-    kv_transfer_params: dict[str, Any] | None = None
-    status: str = "FINISHED_LENGTH_CAPPED"
-    lora_request: object = None
-    trace_headers: dict[str, str] | None = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-
-@dataclass
-class Blocks:
-    ids: list[int]
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        return (self.ids,)
-
-
-def connector(
-    *,
-    can_send: bool = True,
-    can_receive: bool = True,
-    now: Callable[[], float] = lambda: 0.0,
-    num_own_tokens: int = 1,
-    **settings: Any,
-) -> SchedulerConnector:
-    made = SchedulerConnector(
-        Config(**settings),
-        ENGINE,
-        can_send=can_send,
-        can_receive=can_receive,
-        now=now,
-        num_own_tokens=num_own_tokens,
-    )
-    made.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_manifest()})
-    assert made.build_connector_meta(step()).manifest is not None
-    return made
-
-
-def rank_manifest() -> RankManifest:
-    return RankManifest(
-        rank=RankId(0, 0),
-        control_endpoint="tcp://127.0.0.1:5999",
-        data_endpoints={},
-        memories=(),
-        regions=(),
-    )
-
-
-def step(
-    new: tuple[tuple[str, list[int], int], ...] = (),
-    cached: tuple[tuple[str, list[int] | None, int], ...] = (),
-    counts: dict[str, int] | None = None,
-    resumed: frozenset[str] = frozenset(),
-    preempted: frozenset[str] = frozenset(),
-) -> Any:
-    return Bag(
-        scheduled_new_reqs=[
-            Bag(req_id=i, block_ids=(ids,), num_computed_tokens=n) for i, ids, n in new
-        ],
-        scheduled_cached_reqs=Bag(
-            req_ids=[i for i, _, _ in cached],
-            new_block_ids=[None if ids is None else (ids,) for _, ids, _ in cached],
-            num_computed_tokens=[n for _, _, n in cached],
-            resumed_req_ids=resumed,
-        ),
-        num_scheduled_tokens=counts or {},
-        preempted_req_ids=preempted,
-    )
-
-
-def wanting(nonce: bytes = SOURCE.offer.nonce, **kwargs: Any) -> Request:
-    """A decode request."""
-    source = msgspec.structs.replace(SOURCE, offer=OfferRef(nonce, SOURCE.offer.incarnation))
-    params = make_params(source, request_id="x", number=1, tp_size=1, pp_size=1)
-    return Request(kv_transfer_params=params, **kwargs)
-
-
-def ends_of(metadata: ConnectorMetadata) -> dict[str, Reason]:
-    """Which offers end with this step, and why."""
-    return {order.request_id: order.reason for order in metadata.ended}
-
-
-def offering(**kwargs: Any) -> Request:
-    """A prefill request."""
-    return Request(kv_transfer_params={"do_remote_decode": True}, **kwargs)
-
 
 # ---------------------------------------------------------------- offers
 
@@ -422,6 +301,27 @@ def test_steps_without_orders_share_one_record() -> None:
         assert c.build_connector_meta(step()) is NO_ORDERS
 
 
+def test_an_offer_that_is_withdrawn_ends_before_its_lease() -> None:
+    c = connector()
+    request = offering()
+    c.on_new_request(request)
+    c.build_connector_meta(step(new=(("r", [1, 2, 3], 0),), counts={"r": 40}))
+    keep, params = c.request_finished(request, [1, 2, 3])
+    assert keep
+    assert params is not None
+    c.build_connector_meta(step())
+    c.withdraw_offer("r")
+    c.withdraw_offer("r")
+    c.withdraw_offer("never heard of")
+    assert c.has_orders()
+    (ended,) = c.build_connector_meta(step()).ended
+    assert (ended.request_id, ended.reason) == ("r", Reason.ABORTED)
+    assert not c.has_orders()
+    c.update_connector_output(KVConnectorOutput(finished_sending={"r"}))
+    c.withdraw_offer("r")
+    assert not c.has_orders()
+
+
 # ---------------------------------------------------------------- loads
 
 
@@ -463,52 +363,6 @@ def test_the_end_of_a_prompt_is_computed_here(
     request = Request(kv_transfer_params=params)
     c.on_new_request(request)
     assert c.get_num_new_matched_tokens(request, 16) == expected
-
-
-@contextmanager
-def near_source(side: SchedulerConnector, takes_s: float) -> Iterator[None]:
-    """A source that shows its offer, and of which every load takes so long."""
-    board = Board()
-    assert board.post(SOURCE.offer.nonce, Posted(SOURCE.digest, 40, ((1,),)))
-    near = NearSource(takes_s, 0.0, (board.handle,))
-    side.update_connector_output(
-        KVConnectorOutput(near={"pp0tp0": {SOURCE.offer.incarnation: near}})
-    )
-    yield
-    side.shutdown()
-    board.close()
-
-
-def test_a_load_is_part_of_the_step_that_nobody_else_waits_for() -> None:
-    """Three steps' worth of copies: not while another request runs, and again when it has ended."""
-    side = connector(load_in_step_s=0.003)
-    with near_source(side, 0.009):
-        request, other = wanting(), Request(request_id="other")
-        side.on_new_request(request)
-        ask = partial(side.get_num_new_matched_tokens, request, 0)
-        assert ask() == (39, False)
-        side.build_connector_meta(step(counts={"other": 1}))
-        assert ask() == (39, True)
-        side.request_finished(other, [])
-        assert ask() == (39, False)
-        side.update_state_after_alloc(request, Blocks([4, 5, 6]), 39)
-        (load,) = side.build_connector_meta(step(counts={"r": 40})).loads
-        assert load.in_step
-
-
-@pytest.mark.parametrize(("takes_s", "is_asynchronous"), [(0.0009, False), (0.0011, True)])
-def test_a_load_makes_a_step_of_others_a_third_longer(
-    takes_s: float, is_asynchronous: bool
-) -> None:
-    times_s = [1.0]
-    side = connector(now=lambda: times_s[-1])
-    with near_source(side, takes_s):
-        for _ in range(3):
-            times_s.append(times_s[-1] + 0.003)
-            side.build_connector_meta(step(counts={"other": 1}))
-        request = wanting()
-        side.on_new_request(request)
-        assert side.get_num_new_matched_tokens(request, 0) == (39, is_asynchronous)
 
 
 def test_a_load_has_the_trace_of_its_request() -> None:
@@ -686,16 +540,6 @@ def test_a_failed_load_is_given_up_at_every_source_rank(
     assert c.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def handed(c: SchedulerConnector, nonce: bytes = SOURCE.offer.nonce, **kwargs: Any) -> Request:
-    """A request whose load is with the workers."""
-    request = wanting(nonce, **kwargs)
-    c.on_new_request(request)
-    c.get_num_new_matched_tokens(request, 0)
-    c.update_state_after_alloc(request, Blocks([5, 6, 7]), 39)
-    assert len(c.build_connector_meta(step()).loads) == 1
-    return request
-
-
 def test_loads_are_counted_and_failures_by_their_reason() -> None:
     c = connector()
     for name in ("a", "b", "f"):
@@ -784,188 +628,3 @@ def test_the_manifest_says_whether_tokens_are_bound(bind_tokens: bool) -> None:
     manifest = made.build_connector_meta(step()).manifest
     assert manifest is not None
     assert manifest.capabilities == (("bind_tokens",) if bind_tokens else ()) + ("verify", "parts")
-
-
-# ---------------------------------------------------------------- what the log says
-
-
-def warned(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    """Level and text of what was written from WARNING on."""
-    return [(r.levelname, r.getMessage()) for r in caplog.records if r.levelno >= logging.WARNING]
-
-
-AT = "(engine p at tcp://127.0.0.1:5700)"
-
-
-def fails(c: SchedulerConnector, name: str, reason: str, detail: str = "why") -> None:
-    """Every rank has reported that load, and that it failed."""
-    c.update_connector_output(
-        KVConnectorOutput(
-            finished_recving={name},
-            failed_recving={name: reason},
-            failure_details={name: detail},
-        )
-    )
-
-
-def test_a_failed_load_is_one_warning_with_peer_reason_and_words(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    c = connector()
-    for name in ("a", "b", "c"):
-        handed(c, name[:1].encode() * 16, request_id=name)
-        fails(c, name, "peer_lost", f"{name} waited for 3 s")
-    assert warned(caplog) == [
-        ("WARNING", f"request a: KV not used: peer_lost: a waited for 3 s {AT}"),
-    ]
-    c.shutdown()
-    assert warned(caplog)[1:] == [("WARNING", f"KV not used: peer_lost: 2 more like this {AT}")]
-
-
-def test_what_was_left_out_is_told_in_a_later_step(caplog: pytest.LogCaptureFixture) -> None:
-    times_s = [0.0]
-    c = connector(now=lambda: times_s[0])
-    for name in ("a", "b"):
-        handed(c, name[:1].encode() * 16, request_id=name)
-        fails(c, name, "expired")
-    c.get_kv_connector_stats()
-    assert len(warned(caplog)) == 1
-    times_s[0] = 61.0
-    assert c.get_kv_connector_stats() is None
-    assert warned(caplog)[1:] == [("WARNING", f"KV not used: expired: 1 more like this {AT}")]
-
-
-def test_a_pair_that_cannot_work_is_an_error_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
-    c = connector()
-    for name in ("a", "b"):
-        handed(c, name[:1].encode() * 16, request_id=name)
-        fails(c, name, "incompatible", "dtype: source has x, sink has y")
-    ((level, text),) = warned(caplog)
-    assert level == "ERROR"
-    assert f"incompatible: dtype: source has x, sink has y {AT}" in text
-    stats = c.get_kv_connector_stats()
-    assert stats is not None
-    assert stats.counts == {"pairs.unusable": 1}
-    handed(c, b"g" * 16, request_id="good")
-    c.update_connector_output(KVConnectorOutput(finished_recving={"good"}))
-    handed(c, b"o" * 16, request_id="again")
-    fails(c, "again", "incompatible")
-    assert [level for level, _ in warned(caplog)] == ["ERROR", "ERROR"]
-    stats = c.get_kv_connector_stats()
-    assert stats is not None
-    assert stats.counts == {"requests.loaded": 1, "pairs.unusable": 1}
-
-
-@pytest.mark.parametrize(
-    ("params", "reason", "line"),
-    [
-        ({"do_remote_prefill": True}, "other_connector", "KV not used: other_connector"),
-        ({"do_remote_prefill": "x"}, "bad_params", "KV not used: bad_params: kv_transfer_params: "),
-        ({"do_remote_decode": True}, "role", "KV not offered: role: this engine does not offer KV"),
-        (wanting().kv_transfer_params, "tokens", "KV not used: tokens: 40 tokens offered, the"),
-        ({"do_remote_prefill": False}, None, None),
-        (None, None, None),
-    ],
-)
-def test_a_request_that_runs_plain_is_a_warning_and_says_why(
-    params: dict[str, Any] | None,
-    reason: str | None,
-    line: str | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    c = connector(can_send=False)
-    plain = c.on_new_request(Request(prompt_token_ids=PROMPT[:9], kv_transfer_params=params))
-    assert (plain.reason if plain else None) == reason
-    found = warned(caplog)
-    assert len(found) == (line is not None)
-    for level, text in found:
-        assert level == "WARNING"
-        assert text.startswith(f"request r: {line}")
-
-
-def test_a_peer_that_is_not_allowed_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    c = connector()
-    params = wanting().kv_transfer_params or {}
-    params["kvxfer"]["endpoint"] = "tcp://8.8.8.8:5700"
-    for _ in range(2):
-        plain = c.on_new_request(Request(kv_transfer_params=params))
-        assert plain is not None
-        assert plain.reason == "not_allowed"
-        assert plain.detail.startswith("allowed_peers of this engine does not admit 8.8.8.8; set")
-    assert [level for level, _ in warned(caplog)] == ["ERROR"]
-
-
-def test_who_needs_no_kv_or_has_gone_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    c = connector()
-    cached = wanting(request_id="cached")
-    assert c.on_new_request(cached) is None
-    c.get_num_new_matched_tokens(cached, 39)
-    c.update_state_after_alloc(cached, Blocks([5, 6, 7]), 0)
-    unscheduled = wanting(request_id="unscheduled", status="FINISHED_ABORTED")
-    assert c.on_new_request(unscheduled) is None
-    c.request_finished(unscheduled, [])
-    aborted = handed(c, b"x" * 16, request_id="aborted", status="FINISHED_ABORTED")
-    c.request_finished(aborted, [5, 6, 7])
-    fails(c, "aborted", "cancelled")
-    c.shutdown()
-    assert warned(caplog) == []
-
-
-@pytest.mark.parametrize("reason", ["cancelled", "peer_lost"])
-def test_a_load_that_fails_its_request_is_told_in_either_order(
-    reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An engine may end the request first. A cancel that nobody here asked for is a failure too."""
-    c = connector()
-    request = handed(c, status="FINISHED_ERROR")
-    if reason == "peer_lost":
-        c.request_finished(request, [5, 6, 7])
-    fails(c, "r", reason)
-    assert warned(caplog) == [("WARNING", f"request r: KV not used: {reason}: why {AT}")]
-
-
-def test_who_waited_for_anothers_load_and_got_nothing_is_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    c = connector()
-    handed(c, request_id="first")
-    second = wanting(request_id="second")
-    assert c.on_new_request(second) is None
-    assert c.get_num_new_matched_tokens(second, 0) == (None, False)
-    c.update_connector_output(KVConnectorOutput(finished_recving={"first"}))
-    assert c.get_num_new_matched_tokens(second, 0) == (0, False)
-    plain = c.update_state_after_alloc(second, Blocks([8, 9, 10]), 0)
-    assert plain == Plain("ended", "another request of this engine has read the offer")
-    ((level, text),) = warned(caplog)
-    assert (level, text.startswith("request second: KV not used: ended: another")) == (
-        "WARNING",
-        True,
-    )
-    third = wanting(request_id="third")
-    plain = c.on_new_request(third)
-    assert plain is not None
-    assert plain.reason == "ended"
-
-
-# ---------------------------------------------------------------- an offer that nobody will take
-
-
-def test_an_offer_that_is_withdrawn_ends_before_its_lease() -> None:
-    c = connector()
-    request = offering()
-    c.on_new_request(request)
-    c.build_connector_meta(step(new=(("r", [1, 2, 3], 0),), counts={"r": 40}))
-    keep, params = c.request_finished(request, [1, 2, 3])
-    assert keep
-    assert params is not None
-    c.build_connector_meta(step())
-    c.withdraw_offer("r")
-    c.withdraw_offer("r")
-    c.withdraw_offer("never heard of")
-    assert c.has_orders()
-    (ended,) = c.build_connector_meta(step()).ended
-    assert (ended.request_id, ended.reason) == ("r", Reason.ABORTED)
-    assert not c.has_orders()
-    c.update_connector_output(KVConnectorOutput(finished_sending={"r"}))
-    c.withdraw_offer("r")
-    assert not c.has_orders()

@@ -22,8 +22,8 @@ from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import Reason
 from tests.builders import DELTA_NET, MAMBA1, MAMBA2, EngineShape, build_manifest, identity_of
 from tests.connector.rig import POISON, WIRES, Engine, Table, expect_moved, until
+from tests.connector.scheduler import PROMPT, SOURCE, Request, step
 from tests.connector.sides import table_of
-from tests.connector.test_scheduler_side import PROMPT, SOURCE, Request, step
 
 NUM_TOKENS = 41
 FOUR_GROUPS = replace(

@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,14 @@ from hypothesis import strategies as st
 from kvxfer.connector import rank_service, worker_side
 from kvxfer.connector.board import Board, Posted
 from kvxfer.connector.loads import ALONE_S, DISTRUST_S, DecodeSteps, StepLoads
-from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
+from kvxfer.connector.records import (
+    ConnectorMetadata,
+    KVConnectorOutput,
+    NearSource,
+    NewLoad,
+    SourceRef,
+)
+from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.transfer.wire import OfferRef, Reason
 from kvxfer.transports.base import TransferKey
@@ -26,6 +35,8 @@ from kvxfer.transports.copy_thread import CopyJob
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, expect_copied, until
+from tests.connector.scheduler import SOURCE, Blocks, Request, connector, wanting
+from tests.connector.scheduler import step as scheduled
 from tests.copies import HeldPieces
 from tests.wires import run_pieces, use_sink
 
@@ -196,6 +207,52 @@ def test_no_load_is_among_others_before_a_decode_step_was_seen(boards: list[Boar
         got.append(loads.time_s(source, 1, ["pp0tp0"], now_s))
     assert got == [None, 0.001]
     loads.close()
+
+
+@contextmanager
+def near_source(side: SchedulerConnector, takes_s: float) -> Iterator[None]:
+    """A source that shows its offer, and of which every load takes so long."""
+    board = Board()
+    assert board.post(SOURCE.offer.nonce, Posted(SOURCE.digest, 40, ((1,),)))
+    near = NearSource(takes_s, 0.0, (board.handle,))
+    side.update_connector_output(
+        KVConnectorOutput(near={"pp0tp0": {SOURCE.offer.incarnation: near}})
+    )
+    yield
+    side.shutdown()
+    board.close()
+
+
+def test_a_load_is_part_of_the_step_that_nobody_else_waits_for() -> None:
+    """Three steps' worth of copies: not while another request runs, and again when it has ended."""
+    side = connector(load_in_step_s=0.003)
+    with near_source(side, 0.009):
+        request, other = wanting(), Request(request_id="other")
+        side.on_new_request(request)
+        ask = partial(side.get_num_new_matched_tokens, request, 0)
+        assert ask() == (39, False)
+        side.build_connector_meta(scheduled(counts={"other": 1}))
+        assert ask() == (39, True)
+        side.request_finished(other, [])
+        assert ask() == (39, False)
+        side.update_state_after_alloc(request, Blocks([4, 5, 6]), 39)
+        (load,) = side.build_connector_meta(scheduled(counts={"r": 40})).loads
+        assert load.in_step
+
+
+@pytest.mark.parametrize(("takes_s", "is_asynchronous"), [(0.0009, False), (0.0011, True)])
+def test_a_load_makes_a_step_of_others_a_third_longer(
+    takes_s: float, is_asynchronous: bool
+) -> None:
+    times_s = [1.0]
+    side = connector(now=lambda: times_s[-1])
+    with near_source(side, takes_s):
+        for _ in range(3):
+            times_s.append(times_s[-1] + 0.003)
+            side.build_connector_meta(scheduled(counts={"other": 1}))
+        request = wanting()
+        side.on_new_request(request)
+        assert side.get_num_new_matched_tokens(request, 0) == (39, is_asynchronous)
 
 
 # ------------------------------------------------------------------ what the ranks do
