@@ -67,9 +67,10 @@ class Addressing:
 @dataclass(frozen=True, slots=True)
 class Way:
     """What all loads from one source rank of a peer have in common. ``choice`` None: a null route,
-    nothing is read. ``is_quick``: a read begins within microseconds. ``verify_every``: as
-    :class:`Addressing` has it; 0 where the source cannot. ``can_cut``: at fewer tokens than
-    CHUNK_TOKENS.
+    nothing is read. ``is_quick``: a read begins within microseconds. ``direct``: the wire, where it
+    copies by itself (to ask a wire of what kind it is takes 15 us of a cold processor).
+    ``verify_every``: as :class:`Addressing` has it; 0 where the source cannot. ``can_cut``: at
+    fewer tokens than CHUNK_TOKENS.
     """
 
     route: Route
@@ -80,6 +81,7 @@ class Way:
     choice: Choice | None
     is_stream: bool
     is_quick: bool
+    direct: DirectSink | None = None
     verify_every: int = 0
     can_cut: bool = False
 
@@ -95,11 +97,11 @@ class Digesting(enum.Enum):
 @dataclass(slots=True, eq=False)
 class RouteRun:
     """One route of one load: its Pull, which retries send unchanged, its read by ``wire`` (None: a
-    null route), and its progress (times of ``time.monotonic``). ``incomplete``: (group, position)
-    of the blocks that the route fills only partly. ``owes_pull``: the board has answered the Pull,
-    so the Pull may be sent behind the read. ``digests``: of what lies here after the read, where
-    that is verified; None if they could not be made. ``verdict``: waits for them. ``shown_as``:
-    where a board has the source's.
+    null route; ``direct``: the same, where it copies by itself), and its progress (times of
+    ``time.monotonic``). ``incomplete``: (group, position) of the blocks that the route fills only
+    partly. ``owes_pull``: the board has answered the Pull, so the Pull may be sent behind the read.
+    ``digests``: of what lies here after the read, where that is verified; None if they could not be
+    made. ``verdict``: waits for them. ``shown_as``: where a board has the source's.
 
     ``key``: of the read that runs, or ran last. ``granted_ids``: of what is open; ``is_growing``:
     more will be than ``open_tokens``, or the whole that is verified. ``asked_tokens``: up to where
@@ -110,6 +112,7 @@ class RouteRun:
     key: TransferKey
     request: ReadRequest | None
     wire: SinkTransport | None
+    direct: DirectSink | None
     incomplete: frozenset[tuple[int, int]] = frozenset()
     asked_s: float = 0.0
     progressed_s: float = 0.0
@@ -135,6 +138,7 @@ def _way(peer: Peer, route: Route, addressing: Addressing) -> Way:
     rank = route.source_rank
     choice = peer.choices[rank] if not route.is_null else None
     wire = addressing.transports[choice.transport] if choice is not None else None
+    direct = wire if isinstance(wire, DirectSink) else None
     return Way(
         route=route,
         source=peer.entries[rank],
@@ -143,7 +147,8 @@ def _way(peer: Peer, route: Route, addressing: Addressing) -> Way:
         source_rank=str(rank),
         choice=choice,
         is_stream=isinstance(wire, ReceivingSink),
-        is_quick=wire is None or (isinstance(wire, DirectSink) and wire.is_quick),
+        is_quick=wire is None or (direct is not None and direct.is_quick),
+        direct=direct,
         verify_every=addressing.verify_every if peer.can_verify else 0,
         can_cut=peer.can_cut,
     )
@@ -206,10 +211,13 @@ def _make_run(
         part_tokens=_said(request),
     )
     wire = addressing.transports.get(pull.transport)
+    direct = way.direct if choice is not None else None
     verify, shown_as = pull.verify, b""
     if not isinstance(verify, UnsetType) and not pull.classes:  # streams have no board
         shown_as = nonce_of_digests(pull.offer.nonce, verify)
-    return RouteRun(pull, key, request, wire, incomplete, is_growing=order.grows, shown_as=shown_as)
+    return RouteRun(
+        *(pull, key, request, wire, direct, incomplete), is_growing=order.grows, shown_as=shown_as
+    )
 
 
 class ChunkSize(NamedTuple):

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -370,10 +369,12 @@ class RankService:
         )
         if not is_begun:
             self.io.post(order)
-        if in_step:
-            with suppress(Empty):
-                return copied.get(timeout=LATE_S)
-        return None
+        if not in_step:
+            return None
+        try:
+            return copied.get(timeout=LATE_S)
+        except Empty:
+            return None
 
     def wait_for_orders(self, timeout_s: float) -> None:
         """Until the IO thread has carried out what it was given before."""
@@ -423,7 +424,7 @@ class RankService:
             guard(self.sink.abort, abort)
 
     def look_at_io(self) -> None:
-        """On the engine thread, in each step: say where the IO thread stands, if it does."""
+        """On the engine thread, some times a second: say where the IO thread stands, if it does."""
         if self.io.stands() and self._stands.note("", time.monotonic()):
             self._ledger.count("io.stands")
             _log.error(

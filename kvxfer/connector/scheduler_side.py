@@ -365,7 +365,7 @@ class SchedulerConnector:
         """NO_ORDERS itself where there are none. ``scheduler_output`` is only read."""
         self._step_loads.begin_step(scheduler_output.num_scheduled_tokens, self._now())
         orders = self._loads.step(self._offers.step(scheduler_output))
-        if self._must_tell():
+        if self.is_draining and self._must_tell():
             self._told_open = self.num_open
             orders = msgspec.structs.replace(orders, num_open=self._told_open)
         if self._manifest_is_new:

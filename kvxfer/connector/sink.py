@@ -263,10 +263,9 @@ class Sink:
             for source, run in load.routes.items():
                 if run.pull.is_null:
                     continue
-                is_read = load.is_in(source, RouteState.READING)
-                if not (is_read and isinstance(run.wire, DirectSink)):
+                if run.direct is None or not load.is_in(source, RouteState.READING):
                     return None
-                keys.setdefault(run.wire, []).append(run.key)
+                keys.setdefault(run.direct, []).append(run.key)
         events = [wire.copied(own) for wire, own in keys.items()]
         found = [event for event in events if event is not None]
         return found if found and len(found) == len(events) else None
@@ -600,7 +599,7 @@ class Sink:
     ) -> SinkEvent | None:
         run = load.routes[source]
         run.asked_tokens = token_hi
-        if isinstance(run.wire, DirectSink):  # else the source sends by itself
+        if run.direct is not None:  # else the source sends by itself
             request = next_read(run, token_lo, token_hi)
             if request is None:
                 return self._placed(load, source, certified=False)
@@ -608,9 +607,9 @@ class Sink:
                 del self._by_key[run.key]
                 run.key = request.key
                 self._by_key[run.key] = (load, source)
-            run.wire.submit_read(request)
+            run.direct.submit_read(request)
             if token_hi == ALL and run.pull.verify is not UNSET:
-                behind = run.wire.copied((run.key,))
+                behind = run.direct.copied((run.key,))
                 if behind is not None:  # the GPU goes on by itself, and the host waits once
                     self._digest(load, source, behind)
         if run.owes_pull:
@@ -622,8 +621,9 @@ class Sink:
             return None
         run, peer = load.routes[source], self._peer(load)
         is_first, run.asked_s = not run.asked_s, self._io.now()
-        if is_first and run.request is not None and isinstance(run.wire, ReceivingSink):
+        if is_first and run.request is not None and run.direct is None:
             # Before the Pull: the first chunks may overtake the Grant.
+            assert isinstance(run.wire, ReceivingSink)
             run.wire.submit_expect(run.request)
         board = _board(run, peer, source)
         posted = board.find(run.pull.offer.nonce) if board is not None else None

@@ -42,6 +42,8 @@ from kvxfer.transports.base import LocalMemory
 
 HOST = torch.device("cpu")
 _LOOK_S = 0.01
+LOOK_AT_IO_S = 0.1
+"""How soon a step looks again where the IO thread stands, which is said after seconds."""
 LOOK_AGAIN_S = 0.0002
 """How soon the engine's thread looks again whether such a load has ended."""
 ASIDE_S = 0.001
@@ -108,6 +110,7 @@ class WorkerConnector:
         self._in_step: tuple[str, ...] = ()
         self._near: NearSources = {}
         self._near_news: NearSources | None = None
+        self._look_at_io_s = 0.0
         self._sending: set[str] = set()
         self._finding: set[str] = set()
 
@@ -267,7 +270,10 @@ class WorkerConnector:
             tell_of(stats.loads, self._identity.rank)
         if service is None:
             return stats
-        service.look_at_io()
+        now_s = time.monotonic()
+        if now_s >= self._look_at_io_s:
+            self._look_at_io_s = now_s + LOOK_AT_IO_S
+            service.look_at_io()
         if not with_gauges or (stats is None and not service.has_looked):
             return stats
         service.has_looked = False

@@ -421,11 +421,7 @@ class Engine(Rig):
         worker = self.worker
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
-        if step.has_sync_kv_loads:
-            worker.start_load_kv()
         self.compute(step)
-        if not step.has_sync_kv_loads:
-            worker.start_load_kv()
         is_ended = self.ends_steps or not step.total_num_scheduled_tokens
         if is_ended:
             worker.wait_for_save()

@@ -208,7 +208,6 @@ def test_aborted_in_the_step_of_its_load(pair: tuple[Engine, Engine]) -> None:
     step = sink.in_flight[-1]
     sink.in_flight.clear()
     sink.worker.bind_connector_metadata(step.kv_connector_metadata)
-    sink.worker.start_load_kv()
     finish_both(source, sink)
     assert sink.reports_of("finished_recving", "d") == 1
 

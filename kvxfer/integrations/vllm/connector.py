@@ -100,7 +100,7 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         self.worker_side.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.worker_side.start_load_kv()
+        """Nothing: they have begun when the orders were bound."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs only after its load was reported, or behind its copies."""

@@ -279,7 +279,7 @@ class SchedulerSide:
         self._is_idle = not step.total_num_scheduled_tokens
         self._was_woken = self._is_idle and self._must_look()
         self._last_step_s = self._now()
-        if self._unproven is not None:
+        if self._unproven is not None and self._unproven.open:
             self._unproven.drop_tokens_of_preempted()
         orders = self._core.build_connector_meta(StepView(step))
         if orders.computed or orders.ended:

@@ -124,7 +124,8 @@ class WorkerSide:
 
     def handle_preemptions(self, metadata: KvxferMetadata) -> None:
         """Offers whose blocks were taken back are over when this returns."""
-        self._running().handle_preemptions(metadata.orders)
+        if metadata.orders.ended:
+            self._running().handle_preemptions(metadata.orders)
 
     def bind_connector_metadata(self, metadata: KvxferMetadata) -> None:
         """Take this step's orders. Without any, the calls for them have nothing to do."""
@@ -135,7 +136,8 @@ class WorkerSide:
             self.clear_connector_metadata()
         self._is_idle_step = metadata.is_idle
         self._wants_answer = metadata.wants_answer
-        self._has_orders = metadata.orders != NO_ORDERS
+        orders = metadata.orders
+        self._has_orders = orders is not NO_ORDERS and orders != NO_ORDERS
         if not metadata.is_idle or self._has_orders:
             self._still_since_s = None
         if self._has_orders:
@@ -148,9 +150,6 @@ class WorkerSide:
             # vLLM's own call comes after the forward from 0.32 on, unless a load is part of the
             # step. What ends meanwhile would be reported a step later.
             core.start_load_kv()
-
-    def start_load_kv(self) -> None:
-        """Nothing: they have begun."""
 
     def wait_for_save(self) -> None:
         """The step's work was launched: offers that it completes open when it has run."""
@@ -233,6 +232,8 @@ class WorkerSide:
         """What vLLM has no word for, each once; nothing but an answer where one is wanted."""
         near = self._running().take_near()
         said, self._said = self._said, _NOTHING
+        if near is None and said is _NOTHING and not self._wants_answer:
+            return None
         if near is not None:
             said = replace(said, near={str(self._rank): near})
         return said if said.has_news or self._wants_answer else None
