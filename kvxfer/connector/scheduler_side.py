@@ -62,6 +62,8 @@ class SchedulerConnector:
     Args:
         can_send, can_receive: the role; params of the other role make a plain request, counted.
         num_own_tokens: at the end of a prompt, which this engine computes itself.
+        begins_ahead: the engine gives :meth:`take_load_orders` to its rank while it still schedules
+          the step.
         now: seconds of a clock that does not go back.
 
     A request that does not get the KV that it asked for is logged as a warning, limited by
@@ -77,6 +79,7 @@ class SchedulerConnector:
         can_send: bool,
         can_receive: bool,
         num_own_tokens: int = 1,
+        begins_ahead: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -87,7 +90,7 @@ class SchedulerConnector:
         self._offers = OfferBook(engine.incarnation, grows=config.grow_offers)
         self._loads = LoadBook()
         self._loads.num_own_tokens = num_own_tokens
-        self._step_loads = StepLoads(config.load_in_step_s)
+        self._step_loads = StepLoads(config.load_in_step_s, begins_ahead=begins_ahead)
         self._ranks: frozenset[str] = frozenset()
         self._reasons: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -299,6 +302,13 @@ class SchedulerConnector:
         if reason is not None:
             self._count(request, reason, "")
         return None
+
+    def take_load_orders(self) -> ConnectorMetadata | None:
+        """What the ranks must do for loads by now; :meth:`build_connector_meta` has the rest. None
+        where a load begins within a block: the engine may copy the tokens before it there, in the
+        step that comes.
+        """
+        return self._loads.step_ahead(self._engine.block_tokens)
 
     def request_finished(
         self, request: RequestLike, block_ids: Sequence[int]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
+from itertools import chain
 
 import msgspec
 import torch
@@ -108,6 +109,8 @@ class WorkerConnector:
         self._ended: ConnectorMetadata | None = None
         self._loading: set[str] = set()
         self._in_step: tuple[str, ...] = ()
+        self._copied: list[list[StreamEvent] | None] = []
+        """Of loads that are part of the step that comes, what it has to run behind."""
         self._near: NearSources = {}
         self._near_news: NearSources | None = None
         self._look_at_io_s = 0.0
@@ -181,23 +184,42 @@ class WorkerConnector:
             if is_awaited:
                 service.wait_for_orders(ASIDE_S)
 
+    def begin_ahead(self, orders: ConnectorMetadata) -> None:
+        """Begin loads of the step that comes before it is told of its other orders, so that they
+        copy while it is made ready. Only where nothing that was launched, or will be before they
+        have ended, writes their blocks: no event holds them.
+        """
+        self._begin(orders)
+
     def start_load_kv(self, *args: object, **kwargs: object) -> None:
         """Begin this step's loads; before the step's work is launched where some are part of it:
         that work runs behind their copies. Returns at once, or where the host copies, when those
         have ended.
         """
         metadata = self._metadata
-        if not (metadata.loads or metadata.aborts):
+        if metadata.loads or metadata.aborts:
+            self._begin(metadata, self._written, self._begun)
+        if not self._copied:
             return
-        self._loading.update(load.request_id for load in metadata.loads)
-        self._in_step = tuple(load.request_id for load in metadata.loads if load.in_step)
-        service, written, begun = self._running(), self._written, self._begun
-        copied = service.carry_out(metadata, written, begun, in_step=self._in_step)
-        if copied is None and self._in_step:
+        copied, self._copied = self._copied, []
+        if None in copied:
             self._settle()
-        if copied is not None and self._stream is not None:
-            for event in copied:
-                self._stream.wait(event)
+        for event in chain.from_iterable(filter(None, copied)):
+            assert self._stream is not None  # else the host copies
+            self._stream.wait(event)
+
+    def _begin(
+        self,
+        orders: ConnectorMetadata,
+        written: StreamEvent | None = None,
+        begun: IsReady | None = None,
+    ) -> None:
+        self._loading.update(load.request_id for load in orders.loads)
+        in_step = tuple(load.request_id for load in orders.loads if load.in_step)
+        copied = self._running().carry_out(orders, written, begun, in_step=in_step)
+        if in_step:
+            self._in_step += in_step
+            self._copied.append(copied)
 
     def _settle(self) -> None:
         """Wait until the loads that are part of this step have ended, with their verdicts. What is

@@ -57,7 +57,7 @@ with warnings.catch_warnings():
         KvxferWorkerMetadata,
     )
     from kvxfer.integrations.vllm.connector import KvxferConnector
-    from kvxfer.integrations.vllm.regions import Located
+    from kvxfer.integrations.vllm.regions import ClearedGroup, Located
     from kvxfer.integrations.vllm.settings import read_settings
     from kvxfer.integrations.vllm.step_loads import (
         UnprovenKV,
@@ -71,6 +71,7 @@ Status = RequestStatus
 __all__ = [
     "BlockPool",
     "BlockRemoved",
+    "ClearedGroup",
     "Request",
     "SamplingParams",
     "UnprovenKV",

@@ -61,6 +61,7 @@ class ComputingEngine(Engine):
         """Where each request's first step began: what was computed or loaded before."""
         self._new_tokens: dict[str, list[int]] = {}
         self._to_come: deque[tuple[Any, dict[str, list[int]]]] = deque()
+        self._in_flight: list[tuple[int, int, int]] = []
         super().__init__(*args, is_async=is_async, **settings)
         regions, _ = build_regions(self.shape, RankId(0, 0))
         tile = self.shape.num_blocks, self.shape.block_tokens, self.shape.num_kv_heads
@@ -79,12 +80,17 @@ class ComputingEngine(Engine):
         """One round of EngineCore's loop."""
         if self.scheduler.has_requests():
             self.schedule()
-            reported = self._execute(self.in_flight[-1])
-            tokens, self._new_tokens = self._new_tokens, {}
-            self._to_come.append((reported, tokens))
-            if len(self._to_come) < self._depth:
-                return
-        self.take_output()
+            self.launch()
+        else:
+            self.take_output()
+
+    def launch(self) -> None:
+        """What was scheduled; with as many steps in flight as can be, the output of the oldest."""
+        reported = self._execute(self.in_flight[-1])
+        tokens, self._new_tokens = self._new_tokens, {}
+        self._to_come.append((reported, tokens))
+        if len(self._to_come) == self._depth:
+            self.take_output()
 
     def run_if_any(self) -> None:
         """A step, if something is to be done."""
@@ -103,9 +109,22 @@ class ComputingEngine(Engine):
         blocks: tuple[list[int], ...] = self.scheduler.kv_cache_manager.get_block_ids(name)
         return blocks[0]
 
+    def has_kv(self, name: str, tokens: Sequence[int]) -> bool:
+        """Whether a request's blocks hold what these tokens leave, from the first one on."""
+        table = self.blocks_of(name)
+        return all(
+            plane[table[position // 16], position % 16, head]
+            == kv_of(token, position, number, head)
+            for position, token in enumerate(tokens)
+            for number, plane in enumerate(self._planes)
+            for head in range(2)
+        )
+
     def take_output(self) -> None:
         """Of the oldest step that has none."""
         reported, self._new_tokens = self._to_come.popleft()
+        if not self._to_come:
+            self._in_flight = []
         self._update(None if reported.is_empty() else pickle.loads(pickle.dumps(reported)))
         self._new_tokens = {}
 
@@ -123,6 +142,10 @@ class ComputingEngine(Engine):
         return self._new_tokens.get(name, [])
 
     def compute(self, step: Any) -> None:
+        """What the step before writes is written once more: a GPU may run it as late as this."""
+        for block, position, token_id in self._in_flight:
+            self._put(block, position, token_id)
+        self._in_flight = []
         starts = self._learn(step)
         for name, num_new in step.num_scheduled_tokens.items():
             known, start = self._known[name], starts[name]
@@ -156,7 +179,12 @@ class ComputingEngine(Engine):
         return starts
 
     def _write(self, table: list[int], position: int, token_id: int) -> None:
-        block, slot = table[position // 16], position % 16
+        block = table[position // 16]
+        self._in_flight.append((block, position, token_id))
+        self._put(block, position, token_id)
+
+    def _put(self, block: int, position: int, token_id: int) -> None:
+        slot = position % 16
         for number, plane in enumerate(self._planes):
             for head in range(2):
                 plane[block, slot, head] = kv_of(token_id, position, number, head)

@@ -55,9 +55,8 @@ class Pair:
         run_pieces(patch, "shm", self._torn, at_once=True)
         policy, is_async = mode
         self.source = make(role="kv_producer")
-        self.sink = make(
-            role="kv_consumer", policy=policy, is_async=is_async, load_in_step_s=1.0, **more
-        )
+        settings = {"load_in_step_s": 1.0, **more}
+        self.sink = make(role="kv_consumer", policy=policy, is_async=is_async, **settings)
         self.board = BoardView.open(self.source.worker.get_handshake_metadata().manifest.board)
         self.load("first", prompt_of(random.Random(0)))
         self.sink.run_out()

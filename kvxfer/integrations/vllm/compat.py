@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvxfer.connector.records import ConnectorMetadata, FoundOffer, NearSources
 from kvxfer.errors import ConfigError
@@ -52,6 +53,10 @@ SupportsHMA: Any = getattr(base, "SupportsHMA", _Nothing)
 
 REPORTS_FAILED_REQUESTS: bool = hasattr(base, "KVConnectorTransferResults")
 """A failed load is named by its request; before, by block ids, which one group alone can do."""
+
+
+DEFERS_FREES: bool = hasattr(Scheduler, "_drain_deferred_frees")
+"""Blocks that a step in flight writes are in the pool only after it, in an engine that loads."""
 
 
 def check_groups(num_groups: int) -> None:

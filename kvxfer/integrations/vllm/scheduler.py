@@ -47,6 +47,7 @@ from kvxfer.integrations.vllm.views import (
     without_last_token,
     without_null,
 )
+from kvxfer.integrations.vllm.worker import WorkerSide, begins_ahead
 from kvxfer.transfer.wire import Reason
 
 _EARLY = "early"
@@ -128,6 +129,7 @@ class SchedulerSide:
         self._no_step_loads, self._no_early = no_step_loads, no_early
         self._num_own_tokens = num_own_tokens
         self._unproven: UnprovenKV | None = None
+        self._worker: WorkerSide | None = None
         self._held: dict[str, _KeptRequest] = {}
         self._num_pinned = 0
         self._has_loaded = False
@@ -156,6 +158,8 @@ class SchedulerSide:
             settings = self._settings
             self._incarnation = incarnation
             self._has_draft = bool(facts.draft_layers)
+            can_be_ahead = len(known) == 1 and self._no_step_loads is None
+            self._worker = begins_ahead(incarnation) if can_be_ahead else None
             self._held.clear()
             for pins in filter(None, (self._pins, self._edges)):
                 pins.unpin_all()  # whoever read them has lost the pool they were in
@@ -165,6 +169,7 @@ class SchedulerSide:
                 can_send=settings.can_send,
                 can_receive=settings.can_receive,
                 num_own_tokens=self._num_own_tokens,
+                begins_ahead=self._worker is not None,
             )
         self._core.set_xfer_handshake_metadata_pp_aware(
             {key: said.manifest for key, said in known.items()}
@@ -254,6 +259,10 @@ class SchedulerSide:
         if token_lo is not None and self._unproven is not None:
             position = token_lo // self._settings.block_tokens
             self._unproven.begin(request, view.get_block_ids(), position)
+        if num_external_tokens and self._worker is not None:
+            orders = self._core.take_load_orders()
+            if orders is not None:
+                self._worker.begin_ahead(orders)
 
     def request_finished(
         self, request: Any, block_ids: Sequence[Sequence[int]]

@@ -10,14 +10,16 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import reduce
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from kvxfer.connector.ledger import NONE_FINISHED
-from kvxfer.connector.records import NO_ORDERS, KVConnectorStats, NewLoad
+from kvxfer.connector.records import NO_ORDERS, ConnectorMetadata, KVConnectorStats, NewLoad
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.compat import (
+    DEFERS_FREES,
     REPORTS_FAILED_REQUESTS,
     KVConnectorTransferResults,
     KvxferHandshake,
@@ -42,6 +44,14 @@ that much longer, and the pace is a forward pass anyway.
 _log = logging.getLogger("kvxfer.integrations")
 _Locate = Callable[[Mapping[str, Tensor]], Located]
 _NOTHING = KvxferWorkerMetadata({})
+_here: WeakValueDictionary[bytes, WorkerSide] = WeakValueDictionary()
+"""The front doors of this process, by the incarnation of their engine."""
+
+
+def begins_ahead(incarnation: bytes) -> WorkerSide | None:
+    """An engine's front door, if it is in this process and can begin loads ahead of their step."""
+    found = _here.get(incarnation)
+    return found if found is not None and found.can_begin_ahead else None
 
 
 class WorkerSide:
@@ -69,6 +79,9 @@ class WorkerSide:
         self._drafts: tuple[ClearedGroup, ...] = ()
         self._is_idle_step = False
         self._has_orders = False
+        self._is_ahead = False
+        """Loads of the step that comes have begun."""
+        self.can_begin_ahead = False
         self._wants_answer = False
         self._still_since_s: float | None = None
         self._in_flight = InFlight()
@@ -98,7 +111,13 @@ class WorkerSide:
         )
         core.register_kv_caches(located.regions, located.memory)
         self._core, self._cleared, self._drafts = core, located.cleared, located.drafts
+        # What a step clears is written by the step itself, a window lets go of blocks amid a
+        # request, and a draft is behind the step's output
+        is_plain = all(each.window is None and not each.is_state for each in located.regions)
+        is_plain = is_plain and not (located.cleared or located.drafts)
+        self.can_begin_ahead = is_plain and DEFERS_FREES
         if self._rank == RankId(0, 0):
+            _here[self._incarnation] = self
             self._tell_where(core.get_handshake_metadata())
 
     def _tell_where(self, manifest: RankManifest) -> None:
@@ -127,6 +146,14 @@ class WorkerSide:
         if metadata.orders.ended:
             self._running().handle_preemptions(metadata.orders)
 
+    def begin_ahead(self, orders: ConnectorMetadata) -> None:
+        """Begin loads of the step that is being scheduled. The scheduler's process calls it, which
+        is this rank's: of 2 ms until the step is launched, copies need not wait one.
+        """
+        self._is_ahead, self._still_since_s = True, None
+        self._in_flight.begin(orders.loads)
+        self._running().begin_ahead(orders)
+
     def bind_connector_metadata(self, metadata: KvxferMetadata) -> None:
         """Take this step's orders. Without any, the calls for them have nothing to do."""
         if self._has_orders:
@@ -150,6 +177,9 @@ class WorkerSide:
             # vLLM's own call comes after the forward from 0.32 on, unless a load is part of the
             # step. What ends meanwhile would be reported a step later.
             core.start_load_kv()
+        elif self._is_ahead:
+            self._running().start_load_kv()
+        self._is_ahead = False
 
     def wait_for_save(self) -> None:
         """The step's work was launched: offers that it completes open when it has run."""
