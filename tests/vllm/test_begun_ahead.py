@@ -125,12 +125,15 @@ def test_a_step_in_flight_writes_no_block_of_a_load(
     assert sink.is_quiet()
 
 
-def cleared(group: str) -> Callable[..., Any]:
-    """In the place of what a rank has located: the same, with blocks that are to be cleared."""
-    return lambda *found: Located(*found, **{group: (ClearedGroup(0, 16, NUM_BLOCKS, ()),)})
+def cleared(regions: Any, memory: Any) -> Located:
+    return Located(regions, memory, cleared=(ClearedGroup(0, 16, NUM_BLOCKS, ()),))
 
 
-def with_window(regions: Any, memory: Any) -> Any:
+def drafted(regions: Any, memory: Any) -> Located:
+    return Located(regions, memory, drafts=(ClearedGroup(0, 16, NUM_BLOCKS, ()),))
+
+
+def with_window(regions: Any, memory: Any) -> Located:
     return Located(tuple(replace(region, window=4096) for region in regions), memory)
 
 
@@ -138,8 +141,8 @@ def with_window(regions: Any, memory: Any) -> Any:
     ("what", "instead"),
     [
         ("kvxfer.integrations.vllm.worker.DEFERS_FREES", False),
-        ("tests.vllm.scheduler_rig.Located", cleared("cleared")),
-        ("tests.vllm.scheduler_rig.Located", cleared("drafts")),
+        ("tests.vllm.scheduler_rig.Located", cleared),
+        ("tests.vllm.scheduler_rig.Located", drafted),
         ("tests.vllm.scheduler_rig.Located", with_window),
     ],
     ids=["a version that frees at once", "a step clears blocks", "a draft", "a window"],
