@@ -82,11 +82,12 @@ _OVER = (LoadState.ABORTED, LoadState.ENDED)
 @dataclass(slots=True)
 class Load:
     """One wanted load; ``num_local_tokens``: how many tokens the engine has cached, by its last
-    call. ``is_spent``: another request has read the offer. ``in_step_s``: how long it
-    will take, if the engine was last told that it is part of the step. ``early``: where to find the
-    offer, of a request that came early; ``is_growing``: it is not complete yet. ``may_presume``:
-    its nonce is known before; ``is_presumed``: ``source`` is that, and was not found yet;
-    ``is_held_late``: it was found, and is held since, when the load had begun.
+    call. ``is_spent``: another request has read the offer. ``in_step_s``: how long it will take, if
+    the engine was last told that it is part of the step; ``wait_s``: if not, how long the step may
+    wait for its end. ``early``: where to find the offer, of a request that came early;
+    ``is_growing``: it is not complete yet. ``may_presume``: its nonce is known before;
+    ``is_presumed``: ``source`` is that, and was not found yet; ``is_held_late``: it was found, and
+    is held since, when the load had begun.
     """
 
     source: SourceRef
@@ -95,6 +96,7 @@ class Load:
     num_local_tokens: int = 0
     is_spent: bool = False
     in_step_s: float | None = None
+    wait_s: float = 0.0
     trace: TraceHeaders = ()
     early: SourceRef | None = None
     is_growing: bool = False
@@ -340,6 +342,7 @@ class LoadBook:
                 block_ids=tuple(tuple(group) for group in block_ids),
                 trace=load.trace,
                 in_step=load.is_in_step,
+                wait_s=load.wait_s,
                 grows=load.is_growing,
             )
         )
@@ -503,9 +506,9 @@ def _with_digest(request: RequestLike, source: SourceRef) -> SourceRef:
 
 STEP_SHARE = 1 / 3
 """Of a decode step, so much longer may loads make one for the requests that run."""
-AHEAD_SHARE = 1 / 2
-"""Of a decode step, so much longer may they take where they begin while it is made ready: the host
-needs 2 ms from there to its launch, on two H200s, of steps of 2.8.
+AHEAD_S = 0.001
+"""A load that begins while its step is scheduled has so long until the step looks whether it has
+ended, on two H200s.
 """
 ALONE_S = 0.01
 """So long loads are part of a step before which no request ran: nobody waits for them but each
@@ -561,18 +564,19 @@ class StepLoads:
     has it computed again. So one is promised only where all that it needs is there: every rank has
     met the source, its wires are direct, the boards show the offer with the request's own tokens,
     and the copies are short. Any other load is asynchronous: its request waits, and others compute
-    meanwhile.
+    meanwhile. If it will have ended by the time when the step has been launched, or soon after, the
+    step waits for that: else its end would be seen a step later.
 
     Args:
         limit_s: of all loads of one step together, by prediction, where requests run that wait for
             it; ALONE_S, if that is more, where none do. None: STEP_SHARE of a decode step. 0: no
             load is promised.
-        begins_ahead: AHEAD_SHARE in addition.
+        begins_ahead: loads begin while their step is scheduled.
     """
 
     def __init__(self, limit_s: float | None, *, begins_ahead: bool = False) -> None:
         self._limit_s = limit_s
-        self._step_share = STEP_SHARE + AHEAD_SHARE * begins_ahead
+        self._ahead_s = AHEAD_S if begins_ahead else 0.0
         self._steps = DecodeSteps()
         self._running: frozenset[str] = frozenset()
         self._near: dict[str, NearSources] = {}
@@ -596,17 +600,35 @@ class StepLoads:
         self, source: SourceRef, num_tokens: int, ranks: Collection[str], now_s: float
     ) -> float | None:
         """How long these ranks will take for a load that may be promised now; else None."""
+        time_s = self._known_s(source, num_tokens, ranks, now_s)
+        if time_s is None or self._promised_s + time_s > self._most_s():
+            return None
+        return time_s
+
+    def wait_s(
+        self, source: SourceRef, num_tokens: int, ranks: Collection[str], now_s: float
+    ) -> float:
+        """How long the step in which such a load begins may wait for its end, if it is not part of
+        it; 0 where that would be in vain.
+        """
+        time_s = self._known_s(source, num_tokens, ranks, now_s)
+        left_s = max(0.0, self._most_s() - self._promised_s)
+        is_soon = time_s is not None and time_s <= left_s + self._ahead_s
+        return left_s if is_soon and self._running else 0.0
+
+    def _known_s(
+        self, source: SourceRef, num_tokens: int, ranks: Collection[str], now_s: float
+    ) -> float | None:
+        """How long it takes where all that it needs is there."""
         life = source.offer.incarnation
         if self._near.keys() != set(ranks) or now_s < self._until_s.get(life, now_s):
             return None
         near = [table[life] for table in self._near.values() if life in table]
         if len(near) < len(ranks):
             return None
-        time_s = predicted_s(near, num_tokens)
-        if self._promised_s + time_s > self._most_s():
-            return None
         boards = {handle for each in near for handle in each.boards}
-        return time_s if all(self._shows(handle, source) for handle in boards) else None
+        is_shown = all(self._shows(handle, source) for handle in boards)
+        return predicted_s(near, num_tokens) if is_shown else None
 
     def promise(self, time_s: float) -> None:
         self._promised_s += time_s
@@ -634,7 +656,7 @@ class StepLoads:
     def _most_s(self) -> float:
         limit_s = self._limit_s
         if limit_s is None:
-            limit_s = self._step_share * self._steps.median_s
+            limit_s = STEP_SHARE * self._steps.median_s
         return limit_s if self._running else max(limit_s, ALONE_S)
 
     def _shows(self, handle: MemfdHandle, source: SourceRef) -> bool:

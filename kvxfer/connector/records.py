@@ -78,8 +78,9 @@ class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
 class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks. ``trace``: headers of the
     request's trace, see :mod:`kvxfer.connector.tracing`. ``in_step``: the step that orders it
-    computes with its KV, and reports it (:mod:`kvxfer.connector.loads`). ``grows``: the source
-    may compute them still.
+    computes with its KV, and reports it (:mod:`kvxfer.connector.loads`). ``wait_s``: of another
+    load, how long that step may wait for its end, to report it. ``grows``: the source may compute
+    them still.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: GroupBlockIds
     trace: TraceHeaders = ()
     in_step: bool = False
+    wait_s: float = 0.0
     grows: bool = False
 
 

@@ -267,11 +267,9 @@ class SchedulerConnector:
         assert load is not None  # it has tokens to load
         # What is left of the prompt is computed in this step, with nothing in between to be named
         is_whole = num_computed_tokens + num_tokens == request.num_prompt_tokens - 1
-        load.in_step_s = None
-        if is_whole:
-            load.in_step_s = self._step_loads.time_s(
-                load.source, num_tokens, self._ranks, self._now()
-            )
+        asked = load.source, num_tokens, self._ranks, self._now()
+        load.in_step_s = self._step_loads.time_s(*asked) if is_whole else None
+        load.wait_s = self._step_loads.wait_s(*asked) if load.in_step_s is None else 0.0
         return num_tokens, load.in_step_s is None
 
     def loaded_in_step(self, request_id: str) -> int | None:
@@ -291,8 +289,8 @@ class SchedulerConnector:
             if reason is not None:
                 self._count(request, reason, "")
             return None
-        if load.in_step_s is not None and num_external_tokens:
-            self._step_loads.promise(load.in_step_s)
+        if num_external_tokens:
+            self._step_loads.promise(load.in_step_s or load.wait_s)
         reason = self._loads.allocated(
             request.request_id, blocks.get_block_ids(), num_external_tokens
         )

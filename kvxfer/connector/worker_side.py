@@ -109,6 +109,8 @@ class WorkerConnector:
         self._ended: ConnectorMetadata | None = None
         self._loading: set[str] = set()
         self._in_step: tuple[str, ...] = ()
+        self._awaited: dict[str, float] = {}
+        """Loads that have begun with the step, and how long it may wait for their end."""
         self._copied: list[list[StreamEvent] | None] = []
         """Of loads that are part of the step that comes, what it has to run behind."""
         self._near: NearSources = {}
@@ -215,6 +217,7 @@ class WorkerConnector:
         begun: IsReady | None = None,
     ) -> None:
         self._loading.update(load.request_id for load in orders.loads)
+        self._awaited |= {load.request_id: load.wait_s for load in orders.loads if load.wait_s}
         in_step = tuple(load.request_id for load in orders.loads if load.in_step)
         copied = self._running().carry_out(orders, written, begun, in_step=in_step)
         if in_step:
@@ -225,16 +228,22 @@ class WorkerConnector:
         """Wait until the loads that are part of this step have ended, with their verdicts. What is
         late is given up; it ends when nothing can write its blocks any more.
         """
-        late_s, service = time.monotonic() + LATE_S, self._running()
+        in_step = set(self._in_step)
+        if not self._have_ended(in_step, LATE_S):
+            self._running().abort(in_step, Reason.DEADLINE)
+            self._have_ended(in_step, math.inf)
+        self._in_step = ()
+
+    def _have_ended(self, request_ids: set[str], timeout_s: float) -> bool:
+        """Wait until these loads have ended; False after ``timeout_s``."""
+        until_s = time.monotonic() + timeout_s
         while True:
             if self._borrower is not None:
                 self._borrower.look(sees_through=True)
-            if self._ledger.wait_for_loads(set(self._in_step), LOOK_AGAIN_S):
-                break
-            if time.monotonic() > late_s:
-                late_s = math.inf
-                service.abort(self._in_step, Reason.DEADLINE)
-        self._in_step = ()
+            if self._ledger.wait_for_loads(request_ids, LOOK_AGAIN_S):
+                return True
+            if time.monotonic() > until_s:
+                return False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs only after its load was reported, or behind its copies."""
@@ -260,12 +269,15 @@ class WorkerConnector:
 
     def collect(self) -> Finished:
         """What has ended since the last call, each request once; all loads that are part of this
-        step are in it.
+        step are in it, and those that it may wait for, if they have ended by then.
         """
         if self._in_step:
             self._settle()
-        elif self._loading and self._borrower is not None:
+        elif self._loading and self._borrower is not None and not self._awaited:
             self._borrower.look()
+        if self._awaited:
+            awaited, self._awaited = self._awaited, {}
+            self._have_ended(set(awaited), max(awaited.values()))
         finished = self._ledger.take_finished()
         if finished is not NONE_FINISHED:
             self._finding.difference_update(finished.found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -80,6 +81,16 @@ def until(condition: Callable[[], object], timeout_s: float = 240.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.001)
+
+
+def awaited_loads() -> set[str]:
+    """What the main thread waits for as an engine's, now."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    while frame.f_back is not None:
+        if frame.f_code.co_name == "wait_for_loads":
+            return set(frame.f_locals["request_ids"])
+        frame = frame.f_back
+    return set()
 
 
 @dataclass(slots=True)

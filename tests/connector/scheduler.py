@@ -75,6 +75,7 @@ def connector(
     can_receive: bool = True,
     now: Callable[[], float] = lambda: 0.0,
     num_own_tokens: int = 1,
+    begins_ahead: bool = False,
     **settings: Any,
 ) -> SchedulerConnector:
     made = SchedulerConnector(
@@ -84,6 +85,7 @@ def connector(
         can_receive=can_receive,
         now=now,
         num_own_tokens=num_own_tokens,
+        begins_ahead=begins_ahead,
     )
     made.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_manifest()})
     assert made.build_connector_meta(step()).manifest is not None

@@ -30,11 +30,11 @@ from kvxfer.connector.records import (
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.transfer.wire import OfferRef, Reason
-from kvxfer.transports.base import TransferKey
+from kvxfer.transports.base import ReadRequest, TransferKey
 from kvxfer.transports.copy_thread import CopyJob
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, expect_copied, until
+from tests.connector.rig import POISON, Engine, awaited_loads, expect_copied, until
 from tests.connector.scheduler import SOURCE, Blocks, Request, connector, wanting
 from tests.connector.scheduler import step as scheduled
 from tests.copies import HeldPieces
@@ -88,6 +88,7 @@ _number = iter(range(1 << 60))
     promised_s=st.lists(st.sampled_from([0.0001, 0.001, ALONE_S - 0.0003]), max_size=2),
     running=st.sets(st.sampled_from(["r", "s"])),
     late_for_s=st.none() | st.sampled_from([0.0, DISTRUST_S - 1, DISTRUST_S]),
+    begins_ahead=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
 def test_a_load_is_promised_where_all_that_it_needs_is_there(
@@ -100,15 +101,17 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
     promised_s: list[float],
     running: set[str],
     late_for_s: float | None,
+    begins_ahead: bool,
 ) -> None:
     source = source_of(next(_number))
+    ahead_s = 0.001 if begins_ahead else 0.0
     for board, what in zip(boards, shown, strict=True):
         digest = {"any tokens": None, "other tokens": b"o" * 32}.get(what, DIGEST)
         if what != "never":
             assert board.post(source.offer.nonce, Posted(digest, 100, ((1,),)))
         if what == "over":
             board.end(source.offer.nonce)
-    loads = StepLoads(set_s)
+    loads = StepLoads(set_s, begins_ahead=begins_ahead)
     loads.begin_step({"q": 1}, 0.0)
     loads.begin_step({"q": 1}, STEP_S)
     for rank, each in enumerate(said):
@@ -123,6 +126,7 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
     ranks = [f"pp0tp{rank}" for rank in range(num_ranks)]
     try:
         got = loads.time_s(source, num_tokens, ranks, 100.0)
+        waits_s = loads.wait_s(source, num_tokens, ranks, 100.0)
         loads.begin_step({"t": 1}, 2.0)
         in_next = loads.time_s(source, num_tokens, ranks, 100.0)
         loads.ended("t")
@@ -145,6 +149,8 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
     alone_s = max(among_others_s, ALONE_S)
     limit_s = among_others_s if running else alone_s
     assert got == (want if sum(promised_s) + want <= limit_s else None)
+    left_s = max(0.0, limit_s - sum(promised_s))
+    assert waits_s == pytest.approx(left_s if running and want <= left_s + ahead_s else 0)
     assert in_next == (want if want <= among_others_s else None)
     assert alone == (want if want <= alone_s else None)
 
@@ -238,6 +244,43 @@ def test_a_load_is_part_of_the_step_that_nobody_else_waits_for() -> None:
         side.update_state_after_alloc(request, Blocks([4, 5, 6]), 39)
         (load,) = side.build_connector_meta(scheduled(counts={"r": 40})).loads
         assert load.in_step
+        assert load.wait_s == 0
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "begins_ahead", "wait_s"),
+    [(0.0031, False, 0.0), (0.0031, True, 0.003), (0.004, True, 0.003), (0.0041, True, 0.0)],
+)
+def test_a_step_waits_for_a_load_that_will_soon_have_ended(
+    takes_s: float, begins_ahead: bool, wait_s: float
+) -> None:
+    """And for one such load alone."""
+    side = connector(load_in_step_s=0.003, begins_ahead=begins_ahead)
+    with near_source(side, takes_s):
+        request, other = wanting(), wanting(request_id="r2")
+        side.build_connector_meta(scheduled(counts={"running": 1}))
+        for each in (request, other):
+            side.on_new_request(each)
+        assert side.get_num_new_matched_tokens(request, 0) == (39, True)
+        side.update_state_after_alloc(request, Blocks([4, 5, 6]), 39)
+        (load,) = side.build_connector_meta(scheduled(counts={"running": 1})).loads
+        assert (load.in_step, load.wait_s) == (False, wait_s)
+
+
+@pytest.mark.parametrize(("cached", "is_taken"), [(0, True), (16, True), (8, False)])
+def test_orders_for_loads_are_taken_before_the_step(cached: int, is_taken: bool) -> None:
+    """Not where a load begins within a block."""
+    side = connector()
+    request = wanting()
+    side.on_new_request(request)
+    assert side.get_num_new_matched_tokens(request, cached) == (39 - cached, True)
+    side.update_state_after_alloc(request, Blocks([4, 5, 6]), 39 - cached)
+    taken = side.take_load_orders()
+    rest = side.build_connector_meta(scheduled(counts={"running": 1}))
+    for orders, has_it in ((taken, is_taken), (rest, not is_taken)):
+        loads = orders.loads if orders is not None else ()
+        assert [load.token_lo for load in loads] == [cached] * has_it
+        assert bool(orders is not None and orders.holds) == has_it
 
 
 @pytest.mark.parametrize(("takes_s", "is_asynchronous"), [(0.0009, False), (0.0011, True)])
@@ -280,13 +323,13 @@ def offered(source: Engine, name: str) -> SourceRef:
     return ref
 
 
-def order(name: str, ref: SourceRef) -> NewLoad:
+def order(name: str, ref: SourceRef, ids: tuple[int, ...] = (5, 6, 7, 8)) -> NewLoad:
     return NewLoad(
         request_id=name,
         source=ref,
         token_lo=0,
         token_hi=64,
-        block_ids=((5, 6, 7, 8),),
+        block_ids=(ids,),
         in_step=True,
     )
 
@@ -362,6 +405,86 @@ def test_behind_copies_of_a_gpu_the_verdict_comes_with_the_result(
 
         assert step(sink, order("d", ref), compute=compute) == [{"d": None}]
         expect_copied(source, sink, [1, 2, 3, 4], [5, 6, 7, 8], (0, 64))
+
+
+@pytest.mark.parametrize("num_ahead", [2, 3])
+@pytest.mark.parametrize("wire", ["shm", "cuda_ipc"])
+def test_loads_that_began_before_their_step_are_part_of_it(wire: str, num_ahead: int) -> None:
+    """Beside another one of the step, and in a step without orders."""
+    slow = "read:slow=20ms" if wire == "shm" else ""
+    tables = [(5, 6, 7, 8), (9, 10, 11, 12), (13, 14, 15, 16)]
+    source, sink = engines(wire, faults=slow)
+    with source, sink:
+        meet(source, sink)
+        sink.pools[0].tensor.fill_(POISON)
+        loads = [order(f"d{ids[0]}", offered(source, f"d{ids[0]}"), ids) for ids in tables]
+        for load in loads[:num_ahead]:
+            sink.workers[0].begin_ahead(ConnectorMetadata(loads=(load,)))
+
+        def compute() -> None:
+            expect_copied(source, sink, [1, 2, 3, 4] * 3, range(5, 17), (0, 3 * 64))
+
+        reported = step(sink, *loads[num_ahead:], compute=compute)
+        assert reported == [{load.request_id: None for load in loads}]
+
+
+def test_the_step_runs_behind_the_copies_that_began_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[object] = []
+    stream = SimpleNamespace(wait=waited.append, record=HostEvent)
+    monkeypatch.setattr("kvxfer.connector.worker_side.stream_of", lambda device: stream)
+    begin_behind: list[object] = []
+
+    class OnStream(ShmSink):
+        def copied(self, keys: Collection[TransferKey]) -> Any:
+            return f"behind {len(keys)} copies"
+
+        def submit_read(self, request: ReadRequest) -> None:
+            begin_behind.append(request.after)
+            super().submit_read(request)
+
+    use_sink(monkeypatch, "shm", OnStream)
+    source, sink = engines("shm")
+    with source, sink:
+        meet(source, sink)
+        begin_behind.clear()
+        for name, ids in (("d", (5, 6, 7, 8)), ("e", (9, 10, 11, 12))):
+            load = order(name, offered(source, name), ids)
+            sink.workers[0].begin_ahead(ConnectorMetadata(loads=(load,)))
+        assert begin_behind == [None] * 4  # not even what the stream held by then
+        assert waited == []
+        step(sink, compute=lambda: waited.append("computed"))
+        assert waited == ["behind 2 copies", "behind 2 copies", "computed"]
+
+
+@pytest.mark.parametrize("wait_s", [300.0, 0.001])
+def test_a_step_waits_for_a_load_that_began_with_it(
+    wait_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it may, and no longer."""
+    have_met = threading.Event()
+    held = HeldPieces(monkeypatch, "shm", lambda job: have_met.is_set())
+    source, sink = engines("shm")
+    with source, sink:
+        meet(source, sink)
+        have_met.set()
+        load = msgspec.structs.replace(
+            order("d", offered(source, "d")), in_step=False, wait_s=wait_s
+        )
+
+        def end_when_awaited() -> None:
+            until(awaited_loads)
+            held.may_end.set()
+
+        if wait_s > 1:
+            threading.Thread(target=end_when_awaited).start()
+            assert step(sink, load) == [{"d": None}]
+            return
+        assert step(sink, load) == [{}]
+        assert step(sink) == [{}]
+        held.may_end.set()
+        until(lambda: sink.received("d"))
 
 
 @pytest.mark.parametrize("is_after", [False, True])

@@ -72,6 +72,7 @@ __all__ = [
     "BlockPool",
     "BlockRemoved",
     "ClearedGroup",
+    "Located",
     "Request",
     "SamplingParams",
     "UnprovenKV",

@@ -5,16 +5,14 @@ process: that they do, which do not, and that no step in flight writes what they
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from kvxfer.connector.ledger import Ledger
 from kvxfer.transports.copy_thread import CopyJob
-from tests.connector.rig import until
+from tests.connector.rig import awaited_loads, until
 from tests.vllm.scheduler_rig import NUM_BLOCKS, ClearedGroup, Located
 from tests.vllm.step_rig import ComputingEngine
 from tests.vllm.test_step_loads import Pair, assert_right, prompt_of
@@ -67,19 +65,15 @@ def test_several_loads_of_one_step(
 def test_a_step_computes_behind_the_copies_of_all_that_is_part_of_it(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """Copies of loads that have begun are held until somebody waits for them."""
-    is_waited_for = threading.Event()
-    is_waited_for.set()
-    wait_for_loads, waited_for = Ledger.wait_for_loads, set[str]()
+    """Copies of loads that have begun are held until the engine's thread waits for them."""
+    waited_for: set[str] = set()
+    is_held = False
 
     def run(job: CopyJob) -> bool:
-        assert is_waited_for.wait(60)
+        if is_held:
+            until(awaited_loads)
+            waited_for.update(awaited_loads())
         return job.run()
-
-    def wait(ledger: Ledger, request_ids: set[str], timeout_s: float) -> bool:
-        waited_for.update(request_ids)
-        is_waited_for.set()
-        return wait_for_loads(ledger, request_ids, timeout_s)
 
     run_pieces(monkeypatch, "shm", run)
     pair = Pair(make, monkeypatch, ("fail", is_async))
@@ -88,12 +82,12 @@ def test_a_step_computes_behind_the_copies_of_all_that_is_part_of_it(
         prompts = [prompt_of(rng) for _ in range(number + 1)]
         requests = [pair.load(f"d{number}{i}", tokens) for i, tokens in enumerate(prompts)]
         waited_for.clear()
-        is_waited_for.clear()
-        monkeypatch.setattr(Ledger, "wait_for_loads", wait)
+        is_held = True
         pair.sink.schedule()
         assert not any(pair.sink.has_kv(f"d{number}{i}", t[:-1]) for i, t in enumerate(prompts))
         pair.sink.launch()
         assert waited_for == {request.request_id for request in requests}
+        is_held = False
         pair.settle()
         for request in requests:
             assert_right(request)
