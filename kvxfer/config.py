@@ -133,7 +133,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Loads that together take no longer, by the trials of their wires, are part of the step that
     orders them: it computes behind their copies, and other requests wait as long. Where none runs
     it is 10 ms, or this if that is more. Not set: a third of a decode step, as the last ones were.
-    0: no load is. Change it to have first tokens sooner, or others more even."""
+    The end of a load that takes little longer is waited for as long, in the step in which it
+    begins. 0: neither. Change it to have first tokens sooner, or others more even."""
     peer_silent_s: float = 3.0
     """A peer that owes an answer and says nothing for this long is down. Change it where engines
     stand still for longer, or must be found dead sooner."""
