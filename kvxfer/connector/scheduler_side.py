@@ -303,9 +303,12 @@ class SchedulerConnector:
 
     def take_load_orders(self) -> ConnectorMetadata | None:
         """What the ranks must do for loads by now; :meth:`build_connector_meta` has the rest. None
-        where a load begins within a block: the engine may copy the tokens before it there, in the
-        step that comes.
+        where that cannot come first: a load begins within a block, and the engine may copy the
+        tokens before it there in the step that comes; an offer may end with the step, whose blocks
+        others can read until then; the ranks do not know their engine yet.
         """
+        if self._offers.num_open or self._manifest_is_new:
+            return None
         return self._loads.step_ahead(self._engine.block_tokens)
 
     def request_finished(

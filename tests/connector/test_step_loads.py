@@ -35,7 +35,7 @@ from kvxfer.transports.copy_thread import CopyJob
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, awaited_loads, expect_copied, until
-from tests.connector.scheduler import SOURCE, Blocks, Request, connector, wanting
+from tests.connector.scheduler import SOURCE, Blocks, Request, connector, offering, wanting
 from tests.connector.scheduler import step as scheduled
 from tests.copies import HeldPieces
 from tests.wires import run_pieces, use_sink
@@ -267,11 +267,20 @@ def test_a_step_waits_for_a_load_that_will_soon_have_ended(
         assert (load.in_step, load.wait_s) == (False, wait_s)
 
 
-@pytest.mark.parametrize(("cached", "is_taken"), [(0, True), (16, True), (8, False)])
-def test_orders_for_loads_are_taken_before_the_step(cached: int, is_taken: bool) -> None:
-    """Not where a load begins within a block."""
+@pytest.mark.parametrize(
+    ("cached", "has_offer", "is_taken"),
+    [(0, False, True), (16, False, True), (8, False, False), (0, True, False)],
+)
+def test_orders_for_loads_are_taken_before_the_step(
+    cached: int, has_offer: bool, is_taken: bool
+) -> None:
+    """Not where a load begins within a block, nor where a step may end an offer whose blocks the
+    load gets: they are still read.
+    """
     side = connector()
     request = wanting()
+    if has_offer:
+        side.on_new_request(offering(request_id="given"))
     side.on_new_request(request)
     assert side.get_num_new_matched_tokens(request, cached) == (39 - cached, True)
     side.update_state_after_alloc(request, Blocks([4, 5, 6]), 39 - cached)
