@@ -204,10 +204,10 @@ class WorkerConnector:
         if not self._copied:
             return
         copied, self._copied = self._copied, []
-        if None in copied:
+        if None in copied or self._stream is None:
             self._settle()
+            return
         for event in chain.from_iterable(filter(None, copied)):
-            assert self._stream is not None  # else the host copies
             self._stream.wait(event)
 
     def _begin(
