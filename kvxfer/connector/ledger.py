@@ -140,8 +140,8 @@ class Ledger:
         def have_ended() -> bool:
             return request_ids <= {report.request_id for report in self._loads}
 
-        with self._lock:
-            return have_ended() or self._changed.wait_for(have_ended, timeout_s)
+        with self._changed:
+            return self._changed.wait_for(have_ended, timeout_s)
 
     def fileno(self) -> int:
         """A descriptor that is readable while :meth:`take_finished` has something."""

@@ -22,6 +22,7 @@ source is told to drop the offer when no request wants it any more.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -598,37 +599,30 @@ class StepLoads:
 
     def time_s(
         self, source: SourceRef, num_tokens: int, ranks: Collection[str], now_s: float
-    ) -> float | None:
-        """How long these ranks will take for a load that may be promised now; else None."""
-        time_s = self._known_s(source, num_tokens, ranks, now_s)
-        if time_s is None or self._promised_s + time_s > self._most_s():
-            return None
-        return time_s
-
-    def wait_s(
-        self, source: SourceRef, num_tokens: int, ranks: Collection[str], now_s: float
     ) -> float:
+        """How long these ranks will take for a load; infinite where something that it needs is not
+        there.
+        """
+        life = source.offer.incarnation
+        if self._near.keys() != set(ranks) or now_s < self._until_s.get(life, now_s):
+            return math.inf
+        near = [table[life] for table in self._near.values() if life in table]
+        if len(near) < len(ranks):
+            return math.inf
+        boards = {handle for each in near for handle in each.boards}
+        is_shown = all(self._shows(handle, source) for handle in boards)
+        return predicted_s(near, num_tokens) if is_shown else math.inf
+
+    def can_promise(self, time_s: float) -> bool:
+        """Whether a load that takes so long can be part of the step."""
+        return self._promised_s + time_s <= self._most_s()
+
+    def wait_s(self, time_s: float) -> float:
         """How long the step in which such a load begins may wait for its end, if it is not part of
         it; 0 where that would be in vain.
         """
-        time_s = self._known_s(source, num_tokens, ranks, now_s)
         left_s = max(0.0, self._most_s() - self._promised_s)
-        is_soon = time_s is not None and time_s <= left_s + self._ahead_s
-        return left_s if is_soon and self._running else 0.0
-
-    def _known_s(
-        self, source: SourceRef, num_tokens: int, ranks: Collection[str], now_s: float
-    ) -> float | None:
-        """How long it takes where all that it needs is there."""
-        life = source.offer.incarnation
-        if self._near.keys() != set(ranks) or now_s < self._until_s.get(life, now_s):
-            return None
-        near = [table[life] for table in self._near.values() if life in table]
-        if len(near) < len(ranks):
-            return None
-        boards = {handle for each in near for handle in each.boards}
-        is_shown = all(self._shows(handle, source) for handle in boards)
-        return predicted_s(near, num_tokens) if is_shown else None
+        return left_s if self._running and time_s <= left_s + self._ahead_s else 0.0
 
     def promise(self, time_s: float) -> None:
         self._promised_s += time_s

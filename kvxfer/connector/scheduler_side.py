@@ -267,9 +267,9 @@ class SchedulerConnector:
         assert load is not None  # it has tokens to load
         # What is left of the prompt is computed in this step, with nothing in between to be named
         is_whole = num_computed_tokens + num_tokens == request.num_prompt_tokens - 1
-        asked = load.source, num_tokens, self._ranks, self._now()
-        load.in_step_s = self._step_loads.time_s(*asked) if is_whole else None
-        load.wait_s = self._step_loads.wait_s(*asked) if load.in_step_s is None else 0.0
+        time_s = self._step_loads.time_s(load.source, num_tokens, self._ranks, self._now())
+        load.in_step_s = time_s if is_whole and self._step_loads.can_promise(time_s) else None
+        load.wait_s = self._step_loads.wait_s(time_s) if load.in_step_s is None else 0.0
         return num_tokens, load.in_step_s is None
 
     def loaded_in_step(self, request_id: str) -> int | None:
@@ -376,7 +376,7 @@ class SchedulerConnector:
         """NO_ORDERS itself where there are none. ``scheduler_output`` is only read."""
         self._step_loads.begin_step(scheduler_output.num_scheduled_tokens, self._now())
         orders = self._loads.step(self._offers.step(scheduler_output))
-        if self.is_draining and self._must_tell():
+        if self._must_tell():
             self._told_open = self.num_open
             orders = msgspec.structs.replace(orders, num_open=self._told_open)
         if self._manifest_is_new:

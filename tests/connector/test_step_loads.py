@@ -68,6 +68,14 @@ def source_of(number: int) -> SourceRef:
     )
 
 
+def promised_time_s(
+    loads: StepLoads, source: SourceRef, num_tokens: int, ranks: list[str], now_s: float
+) -> float | None:
+    """How long a load will take that can be part of the step; else None."""
+    time_s = loads.time_s(source, num_tokens, ranks, now_s)
+    return time_s if loads.can_promise(time_s) else None
+
+
 # What the board of a source rank shows of an offer
 SHOWN = st.sampled_from(["open", "any tokens", "other tokens", "over", "never"])
 # What a rank has said of the source: None, or its latency, its time for a token, and its boards
@@ -125,12 +133,13 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
         loads.was_late(source, 100.0 - late_for_s)
     ranks = [f"pp0tp{rank}" for rank in range(num_ranks)]
     try:
-        got = loads.time_s(source, num_tokens, ranks, 100.0)
-        waits_s = loads.wait_s(source, num_tokens, ranks, 100.0)
+        asked = source, num_tokens, ranks, 100.0
+        got = promised_time_s(loads, *asked)
+        waits_s = loads.wait_s(loads.time_s(*asked))
         loads.begin_step({"t": 1}, 2.0)
-        in_next = loads.time_s(source, num_tokens, ranks, 100.0)
+        in_next = promised_time_s(loads, *asked)
         loads.ended("t")
-        alone = loads.time_s(source, num_tokens, ranks, 100.0)
+        alone = promised_time_s(loads, *asked)
     finally:
         for board in boards:
             board.end(source.offer.nonce)
@@ -158,16 +167,16 @@ def test_a_load_is_promised_where_all_that_it_needs_is_there(
 def test_without_a_limit_nothing_is_mapped(boards: list[Board]) -> None:
     loads = StepLoads(0.0)
     loads.learn({"pp0tp0": {LIFE: NearSource(0.0, 0.0, (boards[0].handle,))}})
-    assert loads.time_s(source_of(0), 1, ["pp0tp0"], 0.0) is None
+    assert promised_time_s(loads, source_of(0), 1, ["pp0tp0"], 0.0) is None
 
 
 def test_a_source_that_is_gone_is_forgotten(boards: list[Board]) -> None:
     loads, source = StepLoads(None), source_of(1 << 64)
     assert boards[0].post(source.offer.nonce, Posted(DIGEST, 100, ((1,),)))
     loads.learn({"pp0tp0": {LIFE: NearSource(0.001, 0.0, (boards[0].handle,))}})
-    assert loads.time_s(source, 1, ["pp0tp0"], 0.0) == 0.001
+    assert promised_time_s(loads, source, 1, ["pp0tp0"], 0.0) == 0.001
     loads.learn({"pp0tp0": {}})
-    assert loads.time_s(source, 1, ["pp0tp0"], 0.0) is None
+    assert promised_time_s(loads, source, 1, ["pp0tp0"], 0.0) is None
     loads.close()
 
 
@@ -210,7 +219,7 @@ def test_no_load_is_among_others_before_a_decode_step_was_seen(boards: list[Boar
     got = []
     for now_s in (1.0, 1.004):
         loads.begin_step({"r": 1}, now_s)
-        got.append(loads.time_s(source, 1, ["pp0tp0"], now_s))
+        got.append(promised_time_s(loads, source, 1, ["pp0tp0"], now_s))
     assert got == [None, 0.001]
     loads.close()
 
@@ -384,19 +393,32 @@ def test_the_step_computes_with_the_kv_and_reports_the_load(wire: str, shape: En
         until(lambda: source.sent("d"))
 
 
-def test_behind_copies_of_a_gpu_the_verdict_comes_with_the_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The copies are on a stream, and the step's work behind them: nothing is waited for before."""
+def shm_on_a_stream(patch: pytest.MonkeyPatch) -> tuple[list[object], list[object]]:
+    """Copies as if they were on a GPU's stream. What the engine's stream is told to wait for, and
+    behind what each copy begins.
+    """
     waited: list[object] = []
+    begin_behind: list[object] = []
     stream = SimpleNamespace(wait=waited.append, record=HostEvent)
-    monkeypatch.setattr("kvxfer.connector.worker_side.stream_of", lambda device: stream)
+    patch.setattr("kvxfer.connector.worker_side.stream_of", lambda device: stream)
 
     class OnStream(ShmSink):
         def copied(self, keys: Collection[TransferKey]) -> Any:
             return f"behind {len(keys)} copies"
 
-    use_sink(monkeypatch, "shm", OnStream)
+        def submit_read(self, request: ReadRequest) -> None:
+            begin_behind.append(request.after)
+            super().submit_read(request)
+
+    use_sink(patch, "shm", OnStream)
+    return waited, begin_behind
+
+
+def test_behind_copies_of_a_gpu_the_verdict_comes_with_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copies are on a stream, and the step's work behind them: nothing is waited for before."""
+    waited, _ = shm_on_a_stream(monkeypatch)
     have_met = threading.Event()
     held = HeldPieces(monkeypatch, "shm", lambda job: have_met.is_set())
     source, sink = engines("shm")
@@ -440,20 +462,7 @@ def test_loads_that_began_before_their_step_are_part_of_it(wire: str, num_ahead:
 def test_the_step_runs_behind_the_copies_that_began_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    waited: list[object] = []
-    stream = SimpleNamespace(wait=waited.append, record=HostEvent)
-    monkeypatch.setattr("kvxfer.connector.worker_side.stream_of", lambda device: stream)
-    begin_behind: list[object] = []
-
-    class OnStream(ShmSink):
-        def copied(self, keys: Collection[TransferKey]) -> Any:
-            return f"behind {len(keys)} copies"
-
-        def submit_read(self, request: ReadRequest) -> None:
-            begin_behind.append(request.after)
-            super().submit_read(request)
-
-    use_sink(monkeypatch, "shm", OnStream)
+    waited, begin_behind = shm_on_a_stream(monkeypatch)
     source, sink = engines("shm")
     with source, sink:
         meet(source, sink)

@@ -27,33 +27,18 @@ SCHEDULING = pytest.mark.parametrize("is_async", [False, True])
 
 @SCHEDULING
 @LIMITS
-def test_a_load_is_there_before_its_step_is_told_of(
-    make: Make, monkeypatch: pytest.MonkeyPatch, limit_s: float, is_async: bool
+@pytest.mark.parametrize("num_loads", [1, 4])
+def test_loads_are_there_before_their_step_is_told_of(
+    make: Make, monkeypatch: pytest.MonkeyPatch, num_loads: int, limit_s: float, is_async: bool
 ) -> None:
     pair = Pair(make, monkeypatch, ("fail", is_async), load_in_step_s=limit_s)
-    tokens = prompt_of(random.Random(1))
-    request = pair.load("d", tokens)
-    orders = pair.sink.schedule()
-    until(lambda: pair.sink.has_kv("d", tokens[:-1]))
-    assert (orders.loads, orders.holds) == ((), ())
-    pair.sink.launch()
-    pair.settle()
-    assert_right(request)
-    assert pair.sink.is_quiet()
-
-
-@SCHEDULING
-@LIMITS
-def test_several_loads_of_one_step(
-    make: Make, monkeypatch: pytest.MonkeyPatch, limit_s: float, is_async: bool
-) -> None:
-    pair = Pair(make, monkeypatch, ("fail", is_async), load_in_step_s=limit_s)
-    rng = random.Random(2)
-    prompts = [prompt_of(rng) for _ in range(4)]
+    rng = random.Random(num_loads)
+    prompts = [prompt_of(rng) for _ in range(num_loads)]
     requests = [pair.load(f"d{number}", tokens) for number, tokens in enumerate(prompts)]
-    pair.sink.schedule()
+    orders = pair.sink.schedule()
     for number, tokens in enumerate(prompts):
         until(lambda n=number, t=tokens: pair.sink.has_kv(f"d{n}", t[:-1]))  # type: ignore[misc]
+    assert (orders.loads, orders.holds) == ((), ())
     pair.sink.launch()
     pair.settle()
     for request in requests:

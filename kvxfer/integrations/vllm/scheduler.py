@@ -47,7 +47,7 @@ from kvxfer.integrations.vllm.views import (
     without_last_token,
     without_null,
 )
-from kvxfer.integrations.vllm.worker import WorkerSide, begins_ahead
+from kvxfer.integrations.vllm.worker import WorkerSide, worker_ahead
 from kvxfer.transfer.wire import Reason
 
 _EARLY = "early"
@@ -159,7 +159,7 @@ class SchedulerSide:
             self._incarnation = incarnation
             self._has_draft = bool(facts.draft_layers)
             can_be_ahead = len(known) == 1 and self._no_step_loads is None
-            self._worker = begins_ahead(incarnation) if can_be_ahead else None
+            self._worker = worker_ahead(incarnation) if can_be_ahead else None
             self._held.clear()
             for pins in filter(None, (self._pins, self._edges)):
                 pins.unpin_all()  # whoever read them has lost the pool they were in
@@ -288,7 +288,7 @@ class SchedulerSide:
         self._is_idle = not step.total_num_scheduled_tokens
         self._was_woken = self._is_idle and self._must_look()
         self._last_step_s = self._now()
-        if self._unproven is not None and self._unproven.open:
+        if self._unproven is not None:
             self._unproven.drop_tokens_of_preempted()
         orders = self._core.build_connector_meta(StepView(step))
         if orders.computed or orders.ended:

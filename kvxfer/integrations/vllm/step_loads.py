@@ -102,8 +102,7 @@ class UnprovenKV:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self.open: dict[str, _Open] = {}
-        """By request."""
+        self._open: dict[str, _Open] = {}
 
     @classmethod
     def of(cls, pool: Any) -> UnprovenKV | None:
@@ -114,7 +113,7 @@ class UnprovenKV:
         """Hide the blocks of a request from this position on. Called before any other request is
         looked at; the block that the step computes itself is among them.
         """
-        opened = self.open[request.request_id] = _Open(request, [])
+        opened = self._open[request.request_id] = _Open(request, [])
         if self._pool is None:
             return
         known = self._pool.cached_block_hash_to_block
@@ -135,7 +134,7 @@ class UnprovenKV:
         have no ``async_tokens_to_discard``: an engine that loads preempts none there that a step
         still computes, and where it preempts all it drops what is in flight (read in 0.32).
         """
-        for opened in self.open.values():
+        for opened in self._open.values():
             request = opened.request
             if status_name(request) == "PREEMPTED" and hasattr(request, "async_tokens_to_discard"):
                 request.async_tokens_to_discard = request.num_output_placeholders
@@ -143,7 +142,7 @@ class UnprovenKV:
 
     def end(self, request_id: str, *, is_valid: bool) -> None:
         """The verdict: blocks that are good can be found from now on, others have no names."""
-        opened = self.open.pop(request_id, None)
+        opened = self._open.pop(request_id, None)
         if opened is None or self._pool is None:
             return
         for block, name in opened.hidden:

@@ -48,7 +48,7 @@ _here: WeakValueDictionary[bytes, WorkerSide] = WeakValueDictionary()
 """The front doors of this process, by the incarnation of their engine."""
 
 
-def begins_ahead(incarnation: bytes) -> WorkerSide | None:
+def worker_ahead(incarnation: bytes) -> WorkerSide | None:
     """An engine's front door, if it is in this process and can begin loads ahead of their step."""
     found = _here.get(incarnation)
     return found if found is not None and found.can_begin_ahead else None
@@ -113,9 +113,11 @@ class WorkerSide:
         self._core, self._cleared, self._drafts = core, located.cleared, located.drafts
         # What a step clears is written by the step itself, a window lets go of blocks amid a
         # request, and a draft is behind the step's output
-        is_plain = all(each.window is None and not each.is_state for each in located.regions)
-        is_plain = is_plain and not (located.cleared or located.drafts)
-        self.can_begin_ahead = is_plain and DEFERS_FREES
+        self.can_begin_ahead = DEFERS_FREES and not (
+            located.cleared
+            or located.drafts
+            or any(each.window is not None or each.is_state for each in located.regions)
+        )
         if self._rank == RankId(0, 0):
             _here[self._incarnation] = self
             self._tell_where(core.get_handshake_metadata())
@@ -143,8 +145,7 @@ class WorkerSide:
 
     def handle_preemptions(self, metadata: KvxferMetadata) -> None:
         """Offers whose blocks were taken back are over when this returns."""
-        if metadata.orders.ended:
-            self._running().handle_preemptions(metadata.orders)
+        self._running().handle_preemptions(metadata.orders)
 
     def begin_ahead(self, orders: ConnectorMetadata) -> None:
         """Begin loads of the step that is being scheduled. The scheduler's process calls it, which
@@ -163,8 +164,7 @@ class WorkerSide:
             self.clear_connector_metadata()
         self._is_idle_step = metadata.is_idle
         self._wants_answer = metadata.wants_answer
-        orders = metadata.orders
-        self._has_orders = orders is not NO_ORDERS and orders != NO_ORDERS
+        self._has_orders = metadata.orders != NO_ORDERS
         if not metadata.is_idle or self._has_orders:
             self._still_since_s = None
         if self._has_orders:
@@ -211,13 +211,14 @@ class WorkerSide:
         # vLLM knows no end of a load that is part of a step, only blocks of it that are no good.
         in_step = {load.request_id for load in loads if load.in_step}
         self._has_loaded = bool(in_step - failed.keys())
-        self._said = KvxferWorkerMetadata(
+        said = KvxferWorkerMetadata(
             {i: str(report.reason) for i, report in failed.items()},
             {i: report.detail for i, report in failed.items()},
             in_step=tuple(sorted(in_step)),
             must_drain=finished.must_drain,
             found=dict(finished.found),
         )
+        self._said = said if said.has_news else _NOTHING
         by_block = in_step if REPORTS_FAILED_REQUESTS else failed.keys()
         self._failed_block_ids = failed_block_ids(
             (load for load in loads if load.request_id in by_block & failed.keys()),
@@ -262,11 +263,9 @@ class WorkerSide:
         """What vLLM has no word for, each once; nothing but an answer where one is wanted."""
         near = self._running().take_near()
         said, self._said = self._said, _NOTHING
-        if near is None and said is _NOTHING and not self._wants_answer:
-            return None
         if near is not None:
             said = replace(said, near={str(self._rank): near})
-        return said if said.has_news or self._wants_answer else None
+        return said if said is not _NOTHING or self._wants_answer else None
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
         """What was counted since the last call, or since before the last loads of a step."""
