@@ -21,7 +21,8 @@ def serve(arguments: list[str]) -> None:
 
     context = mp.get_context("fork")
     # vLLM's modules have bound get_mp_context itself: what that calls is replaced.
-    system_utils.multiprocessing = SimpleNamespace(get_context=lambda _method: context)
+    as_forks = {"get_context": lambda _method: context}
+    system_utils.multiprocessing = SimpleNamespace(**vars(mp) | as_forks)
     _add_collectives()
     sys.argv = ["vllm", *arguments]
     entry.main()

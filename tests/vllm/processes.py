@@ -154,7 +154,7 @@ class Process:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    def log_end(self, num_lines: int = 40) -> str:
+    def log_end(self, num_lines: int = 200) -> str:
         return "\n".join(self.log().splitlines()[-num_lines:])
 
     def forget(self) -> None:
