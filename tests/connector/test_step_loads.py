@@ -375,6 +375,17 @@ def meet(source: Engine, sink: Engine) -> None:
     until(lambda: sink.received("first"))
 
 
+@contextmanager
+def held_loads(patch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine, HeldPieces]]:
+    """A source and a sink that have met. What is copied from then on waits until it may end."""
+    held = HeldPieces(patch, "shm", lambda job: False)
+    source, sink = engines("shm")
+    with source, sink:
+        meet(source, sink)
+        held.is_held = lambda job: True
+        yield source, sink, held
+
+
 @pytest.mark.parametrize("wire", ["shm", "cuda_ipc"])
 @pytest.mark.parametrize("shape", [ONE, TWO], ids=["one", "two"])
 def test_the_step_computes_with_the_kv_and_reports_the_load(wire: str, shape: EngineShape) -> None:
@@ -419,12 +430,7 @@ def test_behind_copies_of_a_gpu_the_verdict_comes_with_the_result(
 ) -> None:
     """The copies are on a stream, and the step's work behind them: nothing is waited for before."""
     waited, _ = shm_on_a_stream(monkeypatch)
-    have_met = threading.Event()
-    held = HeldPieces(monkeypatch, "shm", lambda job: have_met.is_set())
-    source, sink = engines("shm")
-    with source, sink:
-        meet(source, sink)
-        have_met.set()
+    with held_loads(monkeypatch) as (source, sink, held):
         for pool in sink.pools:
             pool.tensor.fill_(POISON)
         ref = offered(source, "d")
@@ -481,12 +487,7 @@ def test_a_step_waits_for_a_load_that_began_with_it(
     wait_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as it may, and no longer."""
-    have_met = threading.Event()
-    held = HeldPieces(monkeypatch, "shm", lambda job: have_met.is_set())
-    source, sink = engines("shm")
-    with source, sink:
-        meet(source, sink)
-        have_met.set()
+    with held_loads(monkeypatch) as (source, sink, held):
         load = msgspec.structs.replace(
             order("d", offered(source, "d")), in_step=False, wait_s=wait_s
         )

@@ -124,6 +124,56 @@ def failed_fields(
     return {"failed_recving": request_ids} if by_request else {"invalid_block_ids": block_ids}
 
 
+def _transfer_config(
+    role: str,
+    policy: str,
+    connectors: Sequence[Mapping[str, Any]] | None,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """vLLM's, with our connector; or with these in MultiConnector, without ``extra``."""
+    ours: dict[str, Any] = {
+        "kv_connector": "KvxferConnector",
+        "kv_connector_module_path": "kvxfer.integrations.vllm",
+        "kv_role": role,
+        "engine_id": "here",
+        "kv_connector_extra_config": {"port": 0, **extra},
+        "kv_load_failure_policy": policy,
+    }
+    if connectors is None:
+        return ours
+    return ours | {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
+def _cache(
+    block_tokens: int, num_blocks: int, window: int | None
+) -> tuple[KVCacheConfig, EngineShape]:
+    """One cache, as vLLM's scheduler and as our manifests have it: a layer that keeps all, and if
+    there is a window one that keeps that.
+    """
+    kind: dict[str, Any] = {
+        "block_size": block_tokens,
+        "num_kv_heads": 1,
+        "head_size": 2,
+        "dtype": torch.float32,
+    }
+    groups = [KVCacheGroupSpec(["layers.0"], FullAttentionSpec(**kind))]
+    if window is not None:
+        spec = SlidingWindowSpec(**kind, sliding_window=window)
+        groups.append(KVCacheGroupSpec(["layers.1"], spec))
+    shape = EngineShape(
+        num_layers=len(groups),
+        block_tokens=block_tokens,
+        num_blocks=num_blocks,
+        groups=tuple(range(len(groups))),
+        windows=(None, window)[: len(groups)],
+    )
+    return KVCacheConfig(num_blocks, [], groups), shape
+
+
 class Rig:
     """One engine's scheduler.
 
@@ -152,19 +202,6 @@ class Rig:
     ) -> None:
         init_none_hash(sha256)
         (folder / "config.json").write_text(json.dumps(_LLAMA))
-        ours: dict[str, Any] = {
-            "kv_connector": "KvxferConnector",
-            "kv_connector_module_path": "kvxfer.integrations.vllm",
-            "kv_role": role,
-            "engine_id": "here",
-            "kv_connector_extra_config": {"port": 0, **extra},
-        }
-        if connectors is not None:
-            ours |= {
-                "kv_connector": "MultiConnector",
-                "kv_connector_module_path": None,
-                "kv_connector_extra_config": {"connectors": list(connectors)},
-            }
         config = EngineArgs(
             model=str(folder),
             skip_tokenizer_init=True,
@@ -179,35 +216,19 @@ class Rig:
             disable_hybrid_kv_cache_manager=not hybrid_manager,
             async_scheduling=is_async,
             kv_cache_memory_bytes=64 << 20,
-            kv_transfer_config={**ours, "kv_load_failure_policy": policy},
+            kv_transfer_config=_transfer_config(role, policy, connectors, extra),
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
         config.scheduler_config.async_scheduling = is_async  # on a CPU vLLM has turned it off
         config.parallel_config.data_parallel_size = data_parallel_size
-        kind = {
-            "block_size": block_tokens,
-            "num_kv_heads": 1,
-            "head_size": 2,
-            "dtype": torch.float32,
-        }
-        groups = [KVCacheGroupSpec(["layers.0"], FullAttentionSpec(**kind))]
-        if window is not None:
-            spec = SlidingWindowSpec(**kind, sliding_window=window)
-            groups.append(KVCacheGroupSpec(["layers.1"], spec))
+        cache, shape = _cache(block_tokens, num_blocks, window)
         make = AsyncScheduler if is_async else Scheduler
         self.scheduler = make(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(num_blocks, [], groups),
+            kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_tokens,
             log_stats=True,
-        )
-        shape = EngineShape(
-            num_layers=len(groups),
-            block_tokens=block_tokens,
-            num_blocks=num_blocks,
-            groups=tuple(range(len(groups))),
-            windows=(None, window)[: len(groups)],
         )
         self._is_multi = connectors is not None
         connector = self.scheduler.connector
